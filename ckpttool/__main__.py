@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 __all__ = ["main"]
 
 
-def _stop(signum: int, frame: Any) -> NoReturn:
-    """End the process at once with exit code 130, and say so; a handler of signals."""
+def _exit_on_signal(signum: int, frame: Any) -> NoReturn:
+    """End the process at once with exit code 130 and a message; a signal handler."""
     text = "interrupted; nothing was changed."
     if "--json" in sys.argv:
         about = '"code": "CKPT9900", "kind": "Interrupted", "exit_code": 130'
@@ -36,7 +36,7 @@ def main() -> None:
     130."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-            signal.signal(number, _stop)
+            signal.signal(number, _exit_on_signal)
     # a large index is millions of objects that live until the end; looking for cycles is half of the time
     gc.disable()
     from .cli.main import main as run

@@ -40,7 +40,7 @@ def parse(data: bytes, what: str) -> Any:
     """
     refuse_bomb(data, what)
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=_refuse_twins)
+        return json.loads(data.decode("utf-8"), object_pairs_hook=_refuse_duplicate_keys)
     except Unsafe as e:
         raise Unsafe(f"{what}: {e}.", code="CKPT0703") from None
     except RecursionError:
@@ -72,7 +72,7 @@ def refuse_bomb(data: bytes, what: str) -> None:
     Raises:
         Unsafe: it would, or it is nested deeper than MAX_DEPTH levels; with the numbers.
     """
-    structure, strings = _outside_strings(data)
+    structure, strings = _extract_structure(data)
     lists, objects, keys = structure.count(b"["), structure.count(b"{"), structure.count(b":")
     need = _LIST * lists + _OBJECT * objects + _STRING * max(0, strings - keys) + _KEY * keys
     need += _ITEM * structure.count(b",")
@@ -89,9 +89,9 @@ def refuse_bomb(data: bytes, what: str) -> None:
         )
 
 
-def _outside_strings(data: bytes) -> tuple[bytes, int]:
-    """Return (the characters []{},: of a JSON text that are not in a string, in order; how many strings there are, an
-    estimate where the text is no JSON)."""
+def _extract_structure(data: bytes) -> tuple[bytes, int]:
+    """Return (the characters []{},: of a JSON text that are outside of strings, in order; the number of strings, an
+    estimate if the text is no JSON)."""
     if b"\\" in data:
         data = data.replace(rb"\\", b"").replace(rb"\"", b"")
     strings = data.count(b'"') // 2
@@ -101,7 +101,7 @@ def _outside_strings(data: bytes) -> tuple[bytes, int]:
     return found, strings
 
 
-def _refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a dict of the (key, value) pairs of one JSON object; a hook of `json.loads`.
 
     Raises:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-__all__ = ["Code", "code_number", "load_codes"]
+__all__ = ["Code", "get_code_prefix", "load_codes"]
 
 # fmt: off
 Code = Literal[
@@ -37,10 +37,10 @@ Code = Literal[
 # fmt: on
 
 
-def code_number(exit_code: int) -> str:
-    """Return the first two digits of the codes of an exit code: it, and 99 for 130, which has three.
+def get_code_prefix(exit_code: int) -> str:
+    """Return the two digits after "CKPT" in the codes of an exit code: the exit code itself, 99 for 130.
 
-    >>> code_number(4), code_number(130)
+    >>> get_code_prefix(4), get_code_prefix(130)
     ('04', '99')
     """
     return f"{min(exit_code, 99):02d}"

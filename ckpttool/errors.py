@@ -70,11 +70,11 @@ __all__ = [
     "UsageError",
     "argument",
     "get_change",
+    "get_failed_path",
     "get_named_flags",
     "kind_of_failure",
     "name_flags",
     "note_change",
-    "path_of_failure",
 ]
 
 
@@ -290,8 +290,8 @@ def kind_of_failure(e: OSError, otherwise: type[CkpttoolError] = CkpttoolError) 
     return NoSpace if e.errno in (errno.ENOSPC, errno.EDQUOT) else otherwise
 
 
-def path_of_failure(e: OSError, otherwise: str) -> str:
-    """Return the path that a failed system call was about; `otherwise` where it had none, or a file descriptor."""
+def get_failed_path(e: OSError, otherwise: str) -> str:
+    """Return the path of a failed system call; `otherwise` if it had no path, or a file descriptor."""
     return os.fsdecode(e.filename) if isinstance(e.filename, (str, bytes)) else otherwise
 
 
@@ -359,8 +359,7 @@ _changed = ""
 
 
 def note_change(what: str) -> None:
-    """Keep in mind what a run has changed for good, as a sentence (`what`): the message of an interrupt that comes
-    later repeats it."""
+    """Record a permanent change that a run has made, as a sentence. The message of a later interrupt repeats it."""
     global _changed
     _changed = what
 
@@ -371,7 +370,8 @@ def get_change() -> str:
 
 
 def argument(name: str, value: object = None, of: str | None = None) -> str:
-    """Write an option in a message, as the caller writes it.
+    """Return the text for an option in a message, in the form in which the caller gives it: in Python or on the command
+    line.
 
     Examples:
         >>> argument("world_size", 0), argument("drop", True), argument("wrap"), argument("only", ["model", "optim"])
@@ -380,12 +380,12 @@ def argument(name: str, value: object = None, of: str | None = None) -> str:
         ...     argument("world_size", 0), argument("drop", True), argument("only", ["model", "optim"])
         ('--world-size 0', '--drop', '--only model,optim')
 
-    The command line may be one of a command that lacks it. Then it says whose option it is: "--drop of `ckpttool
-    convert`".
+    If the command that runs lacks the option, the text names a command that has it: "--drop of `ckpttool convert`".
 
     Args:
+        name: name of the argument.
         value: None for the name alone, True or False for an option that is a switch.
-        of: the dataclass that it is a field of, where it belongs to one layout.
+        of: the dataclass that has it as a field, for an option of one layout.
     """
     if _command is not None:
         flag = _FLAGS.get(name) or ("--no-" if value is False else "--") + name.replace("_", "-")

@@ -26,7 +26,7 @@ from .index import trainer_trees
 from .index.checkpoint import Checkpoint, Chunks, Path, TensorEntry, Value, joined
 from .index.composites import Composite, add_composite
 from .index.draft import Draft
-from .index.names import COMPONENTS, CanonicalState, restore_own_tree
+from .index.names import COMPONENTS, CanonicalState, restore_trainer_tree
 from .index.optimizer_names import Orders
 from .index.param_groups import Groups
 from .options import option
@@ -44,23 +44,23 @@ __all__ = [
     "Saves",
     "WriteOptions",
     "checkpoint_of",
+    "choose_target_layout",
     "detect",
     "find",
-    "flags_of",
-    "for_trainers",
+    "find_by_checkpoint_layout",
+    "find_by_trainer",
+    "get_program_of",
     "known_orders",
     "late",
     "layouts",
+    "list_layout_flags",
+    "list_resuming_programs",
+    "list_writable_layouts",
+    "make_layout_options",
     "option",
-    "options_of",
     "place",
-    "program_of",
-    "read_as",
     "state_files",
-    "target_of",
     "tree_of",
-    "with_tree_of",
-    "writable",
 ]
 
 _MODULES = (
@@ -121,8 +121,11 @@ class ReadOptions(ModelHints):
 
 
 def known_orders(options: ReadOptions) -> Orders | None:
-    """Return a function that gives the order of the parameters of a model: the caller's own (`ReadOptions.orders`), or
-    one that sorts them as the model of `ReadOptions.config` has them; None if neither was given."""
+    """Return the function that gives candidate orders of a model's parameters, or None if nothing tells the order.
+
+    It is `ReadOptions.orders` if that is set; otherwise, with `ReadOptions.config`, one that sorts parameters in the
+    order of the modules of that model.
+    """
     if options.orders is not None or options.config is None:
         return options.orders
     from .huggingface import model_names
@@ -167,8 +170,8 @@ class WriteOptions(ModelHints):
         return self.own if isinstance(self.own, kind) else kind()
 
     def ranks(self, ckpt: Checkpoint) -> int:
-        """Return the number of ranks of the job that will load what is written: the one that was asked for, by itself
-        or as that of a mesh, or that of the source.
+        """Return the number of ranks of the job that will load the result: that of the mesh, the requested world size,
+        or that of the source.
 
         Raises:
             UsageError: no world size was given and the source has none, or it is not that of the mesh.
@@ -191,16 +194,19 @@ class WriteOptions(ModelHints):
 def tree_of(
     leaves: dict[Path, object], origin: Mapping[Path, Path], same: object, options: WriteOptions
 ) -> tuple[dict[Path, object], list[str]]:
-    """Return (the nested state that a layout writes as {path of a leaf: leaf}, notes for people): at the paths that a
-    job asks for (`WriteOptions.tree`), or else at those that the source had.
+    """Return the nested state to write: at the paths that a job needs (`WriteOptions.tree`), or else at those of the
+    source.
 
     Args:
         leaves: {canonical path: leaf} of the state.
-        origin: {canonical path: path that the source had}.
-        same: function of two tensor leaves that tells whether they are the same tensor; None where nobody can tell.
-        options: what the caller of the writer asked for.
+        origin: {canonical path: path in the source}.
+        same: function that returns whether two tensor leaves are the same tensor; None if this cannot be told.
+        options: those of the conversion.
+
+    Returns:
+        ({path of a leaf: leaf}, notes for the user).
     """
-    return (options.tree(leaves), []) if options.tree is not None else restore_own_tree(leaves, origin, same)
+    return (options.tree(leaves), []) if options.tree is not None else restore_trainer_tree(leaves, origin, same)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,13 +296,13 @@ class Layout:
 
 
 def late(where: str) -> Callable[..., Any]:
-    """Return a function that imports the real one when it is called, and passes on its arguments and result.
+    """Return a function that imports another function when it is called, and calls it with the same arguments.
 
-    What writes a layout is named so: a command that reads one checkpoint loads the modules of all layouts, to detect
-    its own.
+    Writers of layouts are referred to like this: a command that only reads a checkpoint loads the modules of all
+    layouts to detect its layout.
 
     Args:
-        where: written like an entry point, "package.module:function".
+        where: the function, written like an entry point: "package.module:function".
     """
     module, _, name = where.partition(":")
     return lambda *args, **options: getattr(import_module(module), name)(*args, **options)
@@ -336,12 +342,12 @@ def checkpoint_of(
 
 def layouts() -> dict[str, Layout]:
     """Return a new dict {name: layout} of every layout, built-in ones first."""
-    return dict(_loaded())
+    return dict(_get_cached_layouts())
 
 
-def _loaded() -> dict[str, Layout]:
-    """Return {name: layout}, the cached dict itself, which callers must not change: for questions that are asked about
-    every file."""
+def _get_cached_layouts() -> dict[str, Layout]:
+    """Return {name: layout} of every layout. It is the cached dict itself, which callers must not change; for calls
+    that are made for every file."""
     return _load_layouts(BUILT_IN, tuple(sys.path))
 
 
@@ -354,15 +360,15 @@ def _load_layouts(built_in: tuple[str, ...], path: tuple[str, ...]) -> dict[str,
         path: folders of `sys.path` in which other packages are looked for.
     """
     found = {layout.name: layout for module in built_in for layout in import_module(module).LAYOUTS}
-    return found | _layouts_of_packages(path)
+    return found | _load_package_layouts(path)
 
 
-def _known_trees() -> list[trainer_trees.TrainerTree]:
-    """List how the state dicts of trainers are told apart by their keys, for every layout that says so."""
+def _list_trainer_trees() -> list[trainer_trees.TrainerTree]:
+    """Return the rules of all layouts that tell a trainer by the keys of its state dict."""
     return [x.program.tree for x in layouts().values() if x.program.tree is not None]
 
 
-trainer_trees.known_trees = _known_trees
+trainer_trees.known_trees = _list_trainer_trees
 
 
 class LayoutWarning(UserWarning):
@@ -370,10 +376,10 @@ class LayoutWarning(UserWarning):
 
 
 @cache
-def _layouts_of_packages(path: tuple[str, ...]) -> dict[str, Layout]:
+def _load_package_layouts(path: tuple[str, ...]) -> dict[str, Layout]:
     """Return {name: layout} of other packages, in the folders of `path`. One that cannot be loaded, or whose name is
     taken, is left out, with a warning that names it."""
-    if not _any_registered(path):
+    if not _may_have_entry_points(path):
         return {}
     from importlib.metadata import entry_points
 
@@ -403,9 +409,9 @@ def _warn_left_out(what: str) -> None:
     warnings.warn(f"{what}. It is left out.", LayoutWarning, stacklevel=2)
 
 
-def _any_registered(path: Iterable[str]) -> bool:
-    """Tell whether some package in these folders of `sys.path` may have an entry point of the group "ckpttool.layouts";
-    importlib.metadata takes 30 times longer to find out."""
+def _may_have_entry_points(path: Iterable[str]) -> bool:
+    """Return whether a package in these folders of `sys.path` may have an entry point of the group "ckpttool.layouts".
+    This is 30 times faster than importlib.metadata."""
     if any(hasattr(finder, "find_distributions") for finder in sys.meta_path if finder is not PathFinder):
         return True
     for folder in path:
@@ -443,35 +449,35 @@ def find(name: str, *, to_write: bool = False) -> Layout:
 
     close = get_close_matches(wanted, [*known, *by_alias], 1)
     hint = f" Did you mean {close[0]}?" if close else ""
-    listed = writable() if to_write else known
+    listed = list_writable_layouts() if to_write else known
     raise UsageError(f"Unknown layout {name!r}.{hint} Choose one of: {', '.join(listed)}.", code="CKPT0206")
 
 
-def read_as(name: str | None) -> Layout | None:
-    """Return the layout that has this name, or reads checkpoints of this name (`Checkpoint.layout`); None where there
-    is none."""
-    return next((x for x in _loaded().values() if name == x.name or name in x.reads_as), None)
+def find_by_checkpoint_layout(name: str | None) -> Layout | None:
+    """Return the layout for a name in `Checkpoint.layout`: the one with that name, or the one that reads checkpoints of
+    that name (`reads_as`); None if there is none."""
+    return next((x for x in _get_cached_layouts().values() if name == x.name or name in x.reads_as), None)
 
 
-def program_of(name: str | None) -> Program:
+def get_program_of(name: str | None) -> Program:
     """Return what is known of the program that writes a layout, by the name in `Checkpoint.layout`; an empty `Program`
     where no layout has that name."""
-    found = read_as(name)
+    found = find_by_checkpoint_layout(name)
     return Program() if found is None else found.program
 
 
 def state_files() -> tuple[StateFile, ...]:
     """List the files that trainers write next to those of a layout, for all layouts."""
-    return tuple(file for layout in _loaded().values() for file in layout.program.state_files)
+    return tuple(file for layout in _get_cached_layouts().values() for file in layout.program.state_files)
 
 
-def with_tree_of(trainer: str | None) -> Layout | None:
-    """Return the layout of a trainer, by the name in `Checkpoint.trainer` that its state dicts are recognised by; None
-    where there is none."""
+def find_by_trainer(trainer: str | None) -> Layout | None:
+    """Return the layout of the trainer with this name in `Checkpoint.trainer`, if its state dicts are recognised by
+    their keys; None otherwise."""
     return next((x for x in layouts().values() if x.program.tree and x.program.tree.name == trainer), None)
 
 
-def for_trainers() -> dict[str, tuple[Layout, ForTrainer]]:
+def list_resuming_programs() -> dict[str, tuple[Layout, ForTrainer]]:
     """Return {name that `--for` takes: (the layout that the program resumes from, what is known of the program)};
     programs whose layout is a trainer's own directory come first."""
     rows = [(layout, program) for layout in layouts().values() for program in layout.program.resumed_by]
@@ -479,7 +485,7 @@ def for_trainers() -> dict[str, tuple[Layout, ForTrainer]]:
     return {program.name: (layout, program) for layout, program in rows}
 
 
-def target_of(to: str | None, dst: str | os.PathLike[str]) -> Layout:
+def choose_target_layout(to: str | None, dst: str | os.PathLike[str]) -> Layout:
     """Return the layout to write: the one that was named, or the one whose suffix the name of the destination has.
     Where a layout can be a folder or one file, the suffix decides which.
 
@@ -498,7 +504,8 @@ def target_of(to: str | None, dst: str | os.PathLike[str]) -> Layout:
         if of_suffix := [x for x in files if x.suffixes and text.endswith(x.suffixes)]:
             return of_suffix[0]
         raise UsageError(
-            f"Cannot infer the layout from {text!r}. Pass {argument('to')}: {', '.join(writable())}.", code="CKPT0206"
+            f"Cannot infer the layout from {text!r}. Pass {argument('to')}: {', '.join(list_writable_layouts())}.",
+            code="CKPT0206",
         )
     target = find(to, to_write=True)
     if target.as_file is not None and text.endswith(target.as_file.suffixes):
@@ -512,19 +519,19 @@ def target_of(to: str | None, dst: str | os.PathLike[str]) -> Layout:
     return target
 
 
-def writable() -> list[str]:
+def list_writable_layouts() -> list[str]:
     """List the names of the layouts that can be written."""
     return [name for name, layout in layouts().items() if layout.write is not None]
 
 
-def flags_of(layout: Layout) -> dict[str, Field[object]]:
+def list_layout_flags(layout: Layout) -> dict[str, Field[object]]:
     """Return {option of the command line ("--max-shard-size"): field of `Layout.options`} for the fields that were made
     with `option`; {} if the layout has no options."""
     made = [f for f in fields(layout.options) if "help" in f.metadata] if layout.options else []
     return {f.metadata["flag"] or "--" + f.name.replace("_", "-"): f for f in made}
 
 
-def type_of(layout: Layout, option: Field[object]) -> type:
+def get_option_type(layout: Layout, option: Field[object]) -> type:
     """Return the type of a field of `Layout.options`: bool, int or float, and str for any other; `| None` is
     ignored."""
     try:
@@ -535,7 +542,7 @@ def type_of(layout: Layout, option: Field[object]) -> type:
     return next((t for t in (bool, int, float) if kinds in ([t], [t.__name__], [f"{t.__name__} | None"])), str)
 
 
-def options_of(target: Layout, given: Mapping[str, object]) -> object:
+def make_layout_options(target: Layout, given: Mapping[str, object]) -> object:
     """Make the options of a layout from those of the command line; None if none were given.
 
     Args:
@@ -545,10 +552,10 @@ def options_of(target: Layout, given: Mapping[str, object]) -> object:
     Raises:
         UsageError: one of them belongs to other layouts.
     """
-    own = flags_of(target)
+    own = list_layout_flags(target)
     for flag in given:
         if flag not in own:
-            theirs = [x.name for x in layouts().values() if flag in flags_of(x)]
+            theirs = [x.name for x in layouts().values() if flag in list_layout_flags(x)]
             raise UsageError(
                 f"{flag} applies to {', '.join(theirs)}; this conversion writes {target.name}.", code="CKPT0205"
             )
@@ -558,7 +565,7 @@ def options_of(target: Layout, given: Mapping[str, object]) -> object:
 
 
 def place(path: str | os.PathLike[str]) -> Place:
-    """Open the folder, the file, or the objects of a store at a path or URL.
+    """Return the `Place` of a path or URL: a folder, a file, an object of a store, or a prefix in it.
 
     Raises:
         UsageError: the path is empty, or the URL is of no known store.
@@ -591,7 +598,9 @@ def place(path: str | os.PathLike[str]) -> Place:
         raise read_error(e, text) from None
     except (OSError, ValueError):
         pass
-    raise NotRecognised(f"{os.fspath(path)}: no such file or folder.{_missing_hint(os.fspath(path))}", code="CKPT0302")
+    raise NotRecognised(
+        f"{os.fspath(path)}: no such file or folder.{_suggest_for_missing_path(os.fspath(path))}", code="CKPT0302"
+    )
 
 
 _NO_URL = re.compile(r"(s3a?|gc?s|az|abfss?|hf|https?):/*", re.IGNORECASE)
@@ -603,9 +612,8 @@ _HUB_PAGE = (
 _MOST_LISTED = 10_000
 
 
-def _missing_hint(path: str) -> str:
-    """Return a sentence that begins with a space and says what somebody may have meant by a path at which nothing is;
-    "" where nothing comes to mind."""
+def _suggest_for_missing_path(path: str) -> str:
+    """Return a hint for a path at which nothing exists, a sentence that begins with a space; "" if there is none."""
     if _NO_URL.match(path):
         return " The URL of a store has two slashes, as in s3://bucket/folder."
     if path == "-":
@@ -638,13 +646,13 @@ def _open_remote(url: str, is_folder: bool) -> Place:
     """
     from .storage import remote  # at the first URL, since most checkpoints are local
 
-    for spelled in (url, *_longer_revisions(url)):
+    for spelled in (url, *_list_longer_revisions(url)):
         if found := _open_object_or_prefix(spelled, is_folder):
             return found
     raise NotRecognised(remote.RemoteSource(url).explain_missing(), code="CKPT0302")
 
 
-def _longer_revisions(url: str) -> list[str]:
+def _list_longer_revisions(url: str) -> list[str]:
     """List the other readings of hf://org/name@a/b/c, as URLs: those in which the revision is "a/b" or "a/b/c" instead
     of "a"; [] for other URLs."""
     repository, at, rest = url.partition("@")
@@ -705,12 +713,12 @@ def detect(where: Place) -> Layout:
         other_files.refuse_foreign_format(head, path)
     raise NotRecognised(
         f"{path} is not a checkpoint that ckpttool knows. It looked for:",
-        listing=_list_reasons(answers),
+        listing=_format_reasons(answers),
         code="CKPT0301",
     )
 
 
-def _list_reasons(answers: Iterable[tuple[Layout, bool, str]]) -> str:
+def _format_reasons(answers: Iterable[tuple[Layout, bool, str]]) -> str:
     """Return a text with a line for each reason why layouts do not recognise a place, and the layouts that have it;
     reasons that several share come last.
 

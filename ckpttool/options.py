@@ -92,7 +92,7 @@ def silent(what: str, done: int, total: int) -> None:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that a size, or a rate, as people write it states: 5GB, 500MiB, 200MB/s or 1000000.
+    """Return the number of bytes of a size or a rate in text: 5GB, 500MiB, 200MB/s or 1000000.
 
     Raises:
         UsageError: it is not a size, or so small that a unit was forgotten.
@@ -120,20 +120,22 @@ def option(
     repeated: bool = False,
     commas: bool = False,
 ) -> Any:
-    """Make a field of options: its default, and what the command line and the documentation say about it.
+    """Return a dataclass field for an option, with its default and its description for the command line and the
+    documentation.
 
     A switch that is on by default is turned off by its flag, or has two: "--round-trip/--no-round-trip".
 
     Args:
+        default: the default value.
         help: one sentence, with the unit of a number.
-        panel: the panel of --help that it is in; that of all options where None.
+        panel: the panel of --help that it is in; None for the panel of all options.
         flag: the option of the command line, with other names behind slashes; by default the name of the field with
             dashes.
         size: the number is in bytes, and the command line takes 5GB and 500MiB for it.
-        metavar: what stands for the value in help texts.
+        metavar: placeholder of the value in help texts.
         least, most: the smallest and the largest number that the command line takes.
         repeated: a list whose members are given one by one, and not in one text with commas.
-        commas: with `repeated`: either way.
+        commas: with `repeated`: members may also be given in one text with commas.
 
     Examples:
         >>> @dataclass(frozen=True)
@@ -220,7 +222,7 @@ class AverageRequest:
 
     @property
     def method(self) -> str:
-        """Return what is computed: "mean", "coefficients", "ema", "task" or "slerp"."""
+        """Return the kind of average: "mean", "coefficients", "ema_decay", "slerp", or "task" (task arithmetic)."""
         if self.base is not None:
             return "task"
         return next((m for m in ("coefficients", "ema_decay", "slerp") if getattr(self, m) is not None), "mean")
@@ -231,7 +233,8 @@ class AverageRequest:
         return {name: value for name in names if (value := getattr(self, name)) not in (None, False)}
 
     def factors(self, count: int) -> tuple[float, ...] | None:
-        """Return the factor of each of `count` checkpoints; None where they have none, or each tensor others."""
+        """Return the factor of each of `count` checkpoints: `coefficients`, or for task arithmetic `scale`; None if the
+        average has no fixed factors."""
         if self.base is None:
             return self.coefficients
         return (self.scale or (1.0,)) * (1 if len(self.scale or (1.0,)) == count else count)
@@ -742,14 +745,14 @@ def split_keywords(keywords: Mapping[str, object]) -> tuple[OpenOptions, WriteRe
 
 
 def list_keywords(function: F, others: tuple[Any, ...] = ()) -> F:
-    """Decorate a function that takes `**keywords: Unpack[K]`, so that its signature lists these keywords one by one,
-    for help() and TAB. A keyword that is not listed is then a TypeError that names the function.
+    """Decorate a function that takes `**keywords: Unpack[K]`: its signature then lists these keywords one by one, for
+    help() and completion. Any other keyword raises a TypeError that names the function.
 
-    K is a TypedDict whose keys are fields of OpenOptions, WriteRequest or RunOptions, which the defaults are taken
-    from.
+    K is a TypedDict whose keys are fields of OpenOptions, WriteRequest or RunOptions; defaults come from these fields.
 
     Args:
-        others: further dataclasses that a key of K may be a field of; they are looked at first.
+        function: the function.
+        others: further dataclasses whose fields may be keys of K; they take precedence.
     """
     own = inspect.signature(function)
     explicit = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]

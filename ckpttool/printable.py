@@ -25,7 +25,7 @@ __all__ = [
     "printable",
     "printable_json",
     "printable_lines",
-    "replace_infinities",
+    "replace_non_finite_numbers",
     "shorten_middle",
 ]
 
@@ -77,11 +77,11 @@ def printable_json(data: Any, default: Callable[[Any], Any] | None = None, depth
     if depth is None:
         text = json.dumps(data, indent=1, ensure_ascii=False, default=default)
     else:
-        text = "".join(_lay_out(data, depth, 1))
+        text = "".join(_iterate_json_pieces(data, depth, 1))
     return "\n".join(line if line.isprintable() else _escape_as_json(line) for line in text.split("\n"))
 
 
-def _lay_out(data: Any, depth: int, level: int) -> Iterator[str]:
+def _iterate_json_pieces(data: Any, depth: int, level: int) -> Iterator[str]:
     """Yield pieces of data as JSON whose containers from level `depth` on are one line each; `level` is that of the
     entries of `data`."""
     if depth < level or not data or not isinstance(data, (dict, list)):
@@ -92,7 +92,7 @@ def _lay_out(data: Any, depth: int, level: int) -> Iterator[str]:
         yield f"{',' if i else opening}\n{' ' * level}"
         if isinstance(data, dict):
             yield json.dumps(key, ensure_ascii=False) + ": "
-        yield from _lay_out(data[key] if isinstance(data, dict) else key, depth, level + 1)
+        yield from _iterate_json_pieces(data[key] if isinstance(data, dict) else key, depth, level + 1)
     yield f"\n{' ' * (level - 1)}{closing}"
 
 
@@ -101,12 +101,12 @@ def _escape_as_json(line: str) -> str:
     return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
 
 
-def replace_infinities(data: Any) -> Any:
-    """Return plain data with text in the place of numbers that JSON does not have."""
+def replace_non_finite_numbers(data: Any) -> Any:
+    """Return plain data in which numbers that JSON does not have (infinities and NaN) are replaced by text."""
     if isinstance(data, dict):
-        return {k: replace_infinities(v) for k, v in data.items()}
+        return {k: replace_non_finite_numbers(v) for k, v in data.items()}
     if isinstance(data, (list, tuple)):
-        return [replace_infinities(v) for v in data]
+        return [replace_non_finite_numbers(v) for v in data]
     return str(data) if isinstance(data, float) and not math.isfinite(data) else data
 
 

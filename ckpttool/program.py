@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 from .huggingface import lora
-from .index.checkpoint import Checkpoint, unnamed_optimizer_state
+from .index.checkpoint import Checkpoint, find_unnamed_optimizer_state
 from .index.trainer_trees import TrainerTree
 from .storage.source import Source
 
@@ -122,7 +122,8 @@ class ForTrainer(NamedTuple):
 
 @dataclass(frozen=True)
 class Advice:
-    """What the next step of a checkpoint is said with: its index, and the commands that take its path."""
+    """The index and the path of a checkpoint, from which a layout's program writes advice on the next step, with
+    commands."""
 
     ckpt: Checkpoint
     path: str
@@ -143,10 +144,10 @@ class Advice:
 
     @property
     def has_optimizer(self) -> bool:
-        """Tell whether the checkpoint holds the state of an optimizer, also one whose parameters could not be named, or
-        that has param groups alone, as SGD."""
+        """Return whether the checkpoint holds optimizer state, including state whose parameters could not be named, or
+        param groups alone (as of SGD)."""
         groups = any(v.path[:2] == ("optim", "param_groups") for v in self.ckpt.values.values())
-        return groups or "optim" in self.components or bool(unnamed_optimizer_state(self.ckpt))
+        return groups or "optim" in self.components or bool(find_unnamed_optimizer_state(self.ckpt))
 
     @cached_property
     def adapter(self) -> lora.AdapterShape | None:
@@ -163,8 +164,8 @@ class Advice:
         return "1 rank" if world == 1 else f"{world} ranks"
 
     def export_advice(self, more: str = "") -> str:
-        """Return one line with the command that makes a Hugging Face model of it, or of a checkpoint that holds an
-        adapter alone, the command that writes the adapter for PEFT.
+        """Return advice with the command that exports the checkpoint as a Hugging Face model, or, if it holds an
+        adapter alone, as a PEFT adapter.
 
         Args:
             more: further options for `--to hf`, beginning with a space.
@@ -174,8 +175,7 @@ class Advice:
         return f"for transformers: {self.convert(f'--to hf{more}')}"
 
     def extract_adapter(self) -> str:
-        """Return one line with two commands: one that writes the adapter of a model by itself, and one that merges it
-        into the weights."""
+        """Return advice with two commands: one extracts the adapter, and one merges it into the weights."""
         return (
             f"its adapter for PEFT: ckpttool adapter extract {self.quoted} OUT; merged: ckpttool adapter merge "
             f"{self.quoted} OUT"

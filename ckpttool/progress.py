@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-__all__ = ["hear_progress", "log_detail", "log_step", "report_progress"]
+__all__ = ["log_detail", "log_step", "receive_progress", "report_progress"]
 
 _HEARS: ContextVar[Callable[[str, int, int], None] | None] = ContextVar("hears", default=None)
 
 
 @contextmanager
-def hear_progress(progress: Callable[[str, int, int], None]) -> Iterator[None]:
-    """While the block runs, have `report_progress` call `progress`; at its end, close that where it is a bar."""
+def receive_progress(progress: Callable[[str, int, int], None]) -> Iterator[None]:
+    """Make `report_progress` call `progress` while the block runs in this context; afterwards, close it if it is a
+    progress bar."""
     token = _HEARS.set(progress)
     try:
         yield
@@ -25,8 +26,12 @@ def hear_progress(progress: Callable[[str, int, int], None]) -> Iterator[None]:
 
 
 def report_progress(what: str, done: int, total: int) -> None:
-    """Tell whoever asked for it how far this thread is: what is done, bytes done, bytes in all. What has no bytes is 0
-    of 1, and 1 of 1 at its end."""
+    """Report progress to the callback of `receive_progress`, if one is set.
+
+    Args:
+        what: name of the stage.
+        done, total: bytes done and bytes in all; a stage without bytes reports 0 of 1, and 1 of 1 at its end.
+    """
     if (progress := _HEARS.get()) is not None:
         progress(what, done, total)
 
@@ -34,15 +39,16 @@ def report_progress(what: str, done: int, total: int) -> None:
 def log_step(message: str, *values: object) -> None:
     """Log a step of a run with level INFO: what was opened, planned, written, committed; `message` has the form that
     `logging` takes."""
-    _log("info", message, values)
+    _log_if_imported("info", message, values)
 
 
 def log_detail(message: str, *values: object) -> None:
     """Log a detail with level DEBUG."""
-    _log("debug", message, values)
+    _log_if_imported("debug", message, values)
 
 
-def _log(level: str, message: str, values: tuple[object, ...]) -> None:
-    """Log a record, if the program has imported `logging`; otherwise nobody could see it."""
+def _log_if_imported(level: str, message: str, values: tuple[object, ...]) -> None:
+    """Log a record, if the program has imported `logging`; otherwise nothing would show it. `level` is "info" or
+    "debug"."""
     if (logging := sys.modules.get("logging")) is not None:
         getattr(logging.getLogger("ckpttool"), level)(message, *values, stacklevel=3)

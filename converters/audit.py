@@ -28,8 +28,8 @@ from ckpttool.formats import values
 from ckpttool.huggingface import model_files
 from ckpttool.index.checkpoint import Checkpoint, Chunks, TensorEntry, joined
 from ckpttool.index.draft import Draft, DraftFile, EarlierFile, Sink
-from ckpttool.index.names import find_misplaced_path, own_tree_is_readable, refuse_surrogates, step_count
-from ckpttool.index.selection import NOT_RESUMED, EntrySelection, unmatched_patterns
+from ckpttool.index.names import find_misplaced_path, is_trainer_tree_readable, refuse_surrogates, step_count
+from ckpttool.index.selection import NOT_RESUMED, EntrySelection, find_unmatched_patterns
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions
 from ckpttool.program import Program
 from ckpttool.storage.source import Source
@@ -60,7 +60,7 @@ def detect(where: Place) -> tuple[bool, str]:
 
 
 def mount(where: Place) -> Place:
-    """Return the members of the archive as a folder of files.
+    """Return a place in which the members of the archive are files of a folder.
 
     Raises:
         UsageError: it is encrypted. Corrupt, Unsafe: it is damaged, or no archive of ckpttool.
@@ -115,19 +115,19 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         if a and b and (a.dtype, a.shape, found.digests[name]) == (b.dtype, b.shape, found.digests[kept]):
             tensors[name] = replace(b, path=a.path)
     out.origin = {tuple(a): tuple(b) for a, b in parsed.get("origin") or ()}
-    if not own_tree_is_readable(out):
+    if not is_trainer_tree_readable(out):
         out.origin = {}
         out.notes.append(
             "the keys of the source's tree, by PROVENANCE.json, are not those of this state; canonical ones stay"
         )
     if source.exists("config.json"):
-        out.config = model_files.read_config(source)
+        out.config = model_files.read_config_json(source)
     return out
 
 
 def _check_paths(ckpt: Checkpoint, source: Archive) -> None:
-    """Refuse values of components that there are not, or at places where a tensor is; and components that
-    PROVENANCE.json does not list.
+    """Raise if a path is of an unknown component or inside another entry, if two entries have the same name, or if
+    PROVENANCE.json does not list a component that is there.
 
     Raises:
         Corrupt: with the first such path.
@@ -139,13 +139,16 @@ def _check_paths(ckpt: Checkpoint, source: Archive) -> None:
     paths = [t.path for t in ckpt.tensors.values()] + [v.path for v in ckpt.values.values()]
     if (path := find_misplaced_path(paths)) is not None:
         raise Corrupt(
-            f"{what}: {tarball.shorten(joined(path))} is of no component, or lies in another entry.", code="CKPT0425"
+            f"{what}: {tarball.shorten_name(joined(path))} is of no component, or lies in another entry.",
+            code="CKPT0425",
         )
     if len(set(paths)) != len(paths) or ckpt.tensors.keys() & ckpt.values.keys():
         raise Corrupt(f"{what}: a value has the name of a tensor.", code="CKPT0425")
     only = source.provenance["only"]
     names = list(map(joined, paths))
-    if only is not None and (unmatched_patterns(only, names) or not all(map(EntrySelection(tuple(only)).holds, names))):
+    if only is not None and (
+        find_unmatched_patterns(only, names) or not all(map(EntrySelection(tuple(only)).holds, names))
+    ):
         raise Corrupt(
             f"{source.root}/{plan.PROVENANCE}: only {', '.join(only)} were kept, it says; others are there.",
             code="CKPT0425",
@@ -174,16 +177,16 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     refuse_surrogates(ckpt.values)
     # where every tensor will lie, which follows from names and sizes alone
     wanted = {n: replace(t, dtype=options.cast(n, t.dtype)) for n, t in ckpt.tensors.items()}
-    mtime = _member_time(own, source)
-    grouped = plan.group_by_member(wanted, own.member_bytes, own.shuffle)
-    planned = plan.make_plan(grouped, wanted, own.shuffle, mtime, records.readme_text(own.shuffle))
+    mtime = _get_member_time(own, source)
+    grouped = plan.group_tensors_by_member(wanted, own.member_bytes, own.shuffle)
+    planned = plan.make_plan(grouped, wanted, own.shuffle, mtime, records.make_readme(own.shuffle))
     held = values.encode(ckpt.values)
     tensors: dict[str, TensorEntry] = {}
     for name in (n for names in grouped for n in names):
         t, p = wanted[name], planned.places[name]
         tensors[name] = TensorEntry(t.dtype, t.shape, t.path, Chunks.whole(t.shape, 0, p.at, p.nbytes))
     # the small files, which are complete once the tensors were hashed
-    now = _given_time(own) or datetime.now(UTC).replace(microsecond=0)
+    now = _get_given_time(own) or datetime.now(UTC).replace(microsecond=0)
     story = provenance.collect_provenance(own, now, mtime, ckpt, source, options.config)
     kept = retention.encode_retention(own.retain, own.hold, now)
     parsed = retention.decode_retention(kept, plan.RETENTION) if kept is not None else None
@@ -199,13 +202,13 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         [made],
         before=lambda name, entry, row, written: planned.before.get(name, b""),
         tail=lambda file, written, digests: writing.write_tail(draft, digests),
-        object_lock=retention.object_lock_arguments(parsed, own.lock_mode.upper()),
+        object_lock=retention.make_object_lock_arguments(parsed, own.lock_mode.upper()),
     )
     return draft
 
 
 def _check_target(target: str, own: ArchiveOptions) -> None:
-    """Refuse a name that is not that of an archive, and a key that cannot sign, before anything is copied.
+    """Check the name of the destination, and that the key can sign, before anything is copied.
 
     Raises:
         UsageError: the name or the key is wrong. MissingPackage: what encrypts or signs is not installed.
@@ -215,7 +218,7 @@ def _check_target(target: str, own: ArchiveOptions) -> None:
         kind = "an encrypted archive" if own.recipients else "an archive"
         raise UsageError(f"{target}: name {kind} *{suffix}.", code="CKPT0211")
     if own.key is not None:
-        _sign([("x", "0" * 64)], target, own)
+        _sign_files([("x", "0" * 64)], target, own)
     if own.recipients:
         require_packages("encryption", "pyrage")
 
@@ -243,12 +246,12 @@ class _Writing:
     sent: int = 0  # bytes of the archive so far
 
     def open_sink(self, write: Callable[[bytes | memoryview], None], jobs: int, earlier: EarlierFile | None) -> Sink:
-        """Open what compresses the members, and encrypts them where there are recipients.
+        """Open the sink that compresses the members, and encrypts them if there are recipients.
 
         Args:
             write: takes the bytes of the archive, in order.
             jobs: threads that compress.
-            earlier: what an interrupted write left; None where it begins anew.
+            earlier: the file that an interrupted write left; None to start from the beginning.
         """
         from ckpttool.audit.encryption import Encryptor
         from ckpttool.audit.frame_writer import FrameWriter
@@ -271,8 +274,11 @@ class _Writing:
         return _EncryptedSink(frames, seal) if seal else frames
 
     def write_tail(self, draft: Draft, digests: Mapping[str, Any]) -> bytes:
-        """Return the end of the archive: the small files, which hold the hashes of all others. `draft` gets the summary
-        of the archive; `digests` are {tensor: digest}.
+        """Return the last bytes of the archive: the small files, which hold the digests of all other members.
+
+        Args:
+            draft: gets the summary of the archive.
+            digests: {tensor: digest}.
 
         Raises:
             Unsupported: a record would be refused when it is read.
@@ -280,7 +286,7 @@ class _Writing:
         from ckpttool.audit import archive_plan as plan
         from ckpttool.audit import manifest as records
         from ckpttool.audit import provenance, tarball
-        from ckpttool.audit.archive import make_facts
+        from ckpttool.audit.archive import make_archive_facts
 
         self.sinks[-1].flush()
         hashed = self.sinks[-1].member_sums()
@@ -301,9 +307,9 @@ class _Writing:
         smalls[plan.SUMS] = records.encode_sums(listed)
         if self.own.key is not None:
             listed.append((plan.SUMS, records.sha256_hex(smalls[plan.SUMS])))
-            smalls[plan.SIGNATURE] = _sign(listed, self.target, self.own)
+            smalls[plan.SIGNATURE] = _sign_files(listed, self.target, self.own)
         draft.summary = asdict(
-            make_facts(
+            make_archive_facts(
                 self.target,
                 0,
                 manifest,
@@ -316,12 +322,12 @@ class _Writing:
             )
         )
         for name, data in smalls.items():
-            _refuse_unreadable(name, data, self.sent)
-        out = b"".join(plan.small_member(n, data, self.mtime) for n, data in smalls.items())
-        return plan.padding_after(self.planned) + out + tarball.END
+            _refuse_unreadable_record(name, data, self.sent)
+        out = b"".join(plan.make_small_member(n, data, self.mtime) for n, data in smalls.items())
+        return plan.get_padding_after_tensors(self.planned) + out + tarball.END
 
 
-def _refuse_unreadable(name: str, data: bytes, archive_bytes: int) -> None:
+def _refuse_unreadable_record(name: str, data: bytes, archive_bytes: int) -> None:
     """Refuse to write a record (a small JSON file of the archive) that would be refused when it is read.
 
     Args:
@@ -332,9 +338,9 @@ def _refuse_unreadable(name: str, data: bytes, archive_bytes: int) -> None:
     Raises:
         Unsupported: it is too large or too deep.
     """
-    from ckpttool.audit.manifest import max_record_bytes
+    from ckpttool.audit.manifest import compute_max_record_bytes
 
-    most = max_record_bytes(archive_bytes)
+    most = compute_max_record_bytes(archive_bytes)
     try:
         bounded_json.refuse_bomb(data, name)
         if len(data) > most:
@@ -350,8 +356,13 @@ def _refuse_unreadable(name: str, data: bytes, archive_bytes: int) -> None:
         ) from None
 
 
-def _sign(files: Sequence[tuple[str, str]], name: str, how: ArchiveOptions) -> bytes:
-    """Return the signature of files, each (name, SHA-256 in hex), by the key in `how`. `name` is that of the archive.
+def _sign_files(files: Sequence[tuple[str, str]], name: str, how: ArchiveOptions) -> bytes:
+    """Return the signature of files, made with the key in `how`.
+
+    Args:
+        files: (name, SHA-256 in hex) of each.
+        name: name of the archive.
+        how: options of the archive, with the key.
 
     Raises:
         UsageError: a key or certificate is not what it should be. MissingPackage: model-signing is not installed.
@@ -359,11 +370,13 @@ def _sign(files: Sequence[tuple[str, str]], name: str, how: ArchiveOptions) -> b
     from ckpttool.audit import signing
 
     assert how.key is not None
-    return signing.sign(files, name, key=how.key, password=how.password, certificate=how.certificate, chain=how.chain)
+    return signing.sign_files(
+        files, name, key=how.key, password=how.password, certificate=how.certificate, chain=how.chain
+    )
 
 
 class _EncryptedSink:
-    """Frames that go through a cipher, which begins anew when it is interrupted."""
+    """A sink that compresses and then encrypts. After an interruption it starts from the beginning."""
 
     def __init__(self, frames: FrameWriter, seal: Encryptor) -> None:
         self.frames, self.seal = frames, seal
@@ -375,7 +388,7 @@ class _EncryptedSink:
         return self.frames.at
 
     def resumable(self) -> bool:
-        """Return False: it cannot go on where it was interrupted."""
+        """Return False: encryption cannot resume after an interruption."""
         return False
 
     def finish(self) -> None:
@@ -389,14 +402,14 @@ class _EncryptedSink:
         self.seal.close()
 
 
-def _given_time(how: ArchiveOptions) -> datetime | None:
+def _get_given_time(how: ArchiveOptions) -> datetime | None:
     """Return the time that the user gave for a reproducible archive; None where none was given."""
     return None if how.epoch is None else datetime.fromtimestamp(how.epoch, UTC)
 
 
-def _member_time(how: ArchiveOptions, source: Source) -> int:
-    """Return the time of the members, in seconds since 1970: that of the newest file of the source; where reproducible,
-    the one given, or 0."""
+def _get_member_time(how: ArchiveOptions, source: Source) -> int:
+    """Return the modification time of the archive's members, in seconds since 1970: that of the newest source file; for
+    a reproducible archive the given time, or 0."""
     if how.reproducible:
         return how.epoch or 0
     return max([0, *(i[3] // 1_000_000_000 for i in source.identities().values())])
@@ -414,8 +427,8 @@ def refuse_protected(path: str) -> None:
 
 
 def replacing(path: str) -> AbstractContextManager[None]:
-    """While the block runs, which replaces the archive at `path`, keep others from placing a hold on it, and record the
-    replacement in the ledger of an object store.
+    """Return a context manager around the replacement of the archive at `path`. It keeps others from placing a hold on
+    the archive, and records the replacement in the ledger of an object store.
 
     Raises:
         DestinationExists: it is under retention or a legal hold, or damaged, so that this cannot be known.

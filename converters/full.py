@@ -26,12 +26,12 @@ from dataclasses import replace
 from typing import Any
 
 from ckpttool.bounded_json import parse
-from ckpttool.engine.copy.value_digests import recorded_values
+from ckpttool.engine.copy.value_digests import digest_values_without_arrays
 from ckpttool.engine.recorded import MOST_RECORD_BYTES
 from ckpttool.errors import Corrupt, Unreadable, Unsafe, Unsupported
 from ckpttool.formats import stored_tensors, torch_pickles, torch_zip, zip_bytes
-from ckpttool.formats.pickles import Global, Opaque, children
-from ckpttool.formats.subclasses import put_together
+from ckpttool.formats.pickles import Global, Opaque, list_children
+from ckpttool.formats.subclasses import make_composite_call
 from ckpttool.formats.whole_modules import replace_modules
 from ckpttool.index.checkpoint import (
     ITEMSIZE,
@@ -47,7 +47,7 @@ from ckpttool.index.checkpoint import (
 )
 from ckpttool.index.composites import MARK, Composite, collapse_composites, shape_of
 from ckpttool.index.draft import Draft, Dropped
-from ckpttool.index.names import canonical, original_path
+from ckpttool.index.names import make_canonical_state, original_path
 from ckpttool.index.records import Records
 from ckpttool.index.trees import nest
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of, known_orders, tree_of
@@ -71,7 +71,7 @@ _REFERENCES = {
 
 
 def detect(where: Place) -> tuple[bool, str]:
-    """Return whether a place is one file that torch.save wrote; and, as text, why or why not."""
+    """Return whether a place is one file that torch.save wrote, and the reason as text."""
     source, name = where
     if name is None:
         return False, "one .pt file; this is a folder"
@@ -109,13 +109,13 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         if isinstance(tree, stored_tensors.StoredTensor):
             kind = "a single tensor"
         raise Unsupported(f"{what} holds {kind}, not a state dict. Save model.state_dict() instead.", code="CKPT0307")
-    entries, records = stored_tensors.leaves(tree, (), 0, read_at, what)
+    entries, records = stored_tensors.read_leaves(tree, (), 0, read_at, what)
     # an optimizer without slots, as SGD without momentum, is a file of a directory whose model has the tensors
     of_directory = options.orders is not None and "param_groups" in tree
     # a dict with a key that is not text is one value, at the root
     if () in entries or (not of_directory and not any(shape_of(x) is not None for x in entries.values())):
         raise Unsupported(f"{what} holds no tensor at a key of a dict; nothing in it is a state dict.", code="CKPT0307")
-    named = canonical(
+    named = make_canonical_state(
         entries,
         shape_of,
         options.like and options.like.optimizer,
@@ -142,12 +142,12 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 def _read_own_record(
     read_at: source.ReadAt, directory: Mapping[str, zip_bytes.ZipRecord] | None, what: str, record_name: str
 ) -> dict[str, str]:
-    """Return a record of text that `write` put into the archive, {name: text}; empty where it has none.
+    """Return a record that `write` added to the zip, {name: text}; empty if there is none.
 
     Args:
         read_at: reads (offset, bytes) of the file.
-        directory: {name: record} of the archive; None for a legacy file, which has no own records.
-        what: its name in messages.
+        directory: {name: record} of the zip; None for a legacy file, which has no such records.
+        what: name of the file in messages.
         record_name: "ckpttool.json" (digests of tensors), "ckpttool-values.json" (those of values) or
             "ckpttool-salvage.json" (how each tensor was salvaged).
 
@@ -177,7 +177,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     dropped = [
         Dropped(n, 0, why)
         for n, v in values.items()
-        if v.path[-1] != MARK and (why := _why_not_loadable(v.data)) is not None
+        if v.path[-1] != MARK and (why := _explain_unloadable(v.data)) is not None
     ]
     arrays = [n for n, v in values.items() if v.data is not ckpt.values[n].data]
     for d in dropped:
@@ -215,7 +215,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         if isinstance(leaf, TensorEntry):
             tree[path] = ref(leaf)
         elif isinstance(leaf, Composite):
-            tree[path] = put_together(leaf, {n: ref(t) for n, t in leaf.tensors.items()})
+            tree[path] = make_composite_call(leaf, {n: ref(t) for n, t in leaf.tensors.items()})
     files = TorchFiles()
     files.add(options.target, nest(tree), {key: wanted[n].nbytes for n, key in keys.items()})
     tensors: dict[str, TensorEntry] = {}
@@ -232,11 +232,11 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         changed=dict.fromkeys(arrays, "numpy arrays became torch tensors"),
         recorded=True,
         salvage=ckpt.salvage.states(wanted) if ckpt.salvage is not None else None,
-        values=recorded_values(values),
+        values=digest_values_without_arrays(values),
     )
 
 
-def _why_not_loadable(x: Any) -> str | None:
+def _explain_unloadable(x: Any) -> str | None:
     """Return why torch.load(weights_only=True) would refuse a value; None where it would not."""
     todo = [x]
     while todo:
@@ -250,12 +250,12 @@ def _why_not_loadable(x: Any) -> str | None:
         elif isinstance(v, frozenset):
             return "a frozenset, which torch.load(weights_only=True) refuses"
         elif not isinstance(v, stored_tensors.Inline):
-            todo.extend(children(v))
+            todo.extend(list_children(v))
     return None
 
 
-def _next_step(advice: Advice) -> str:
-    """Return a text on how an adapter, a job of several ranks, or transformers get the state."""
+def _describe_next_step(advice: Advice) -> str:
+    """Return advice: the commands that convert the file for an adapter, a job of several ranks, or transformers."""
     if advice.adapter is not None:
         return advice.extract_adapter()
     job, model = advice.convert("--to dcp -n RANKS"), advice.convert("--to hf --config MODEL")
@@ -294,6 +294,6 @@ LAYOUTS = (
         reader_uses=("config", "like"),
         writer_uses=(),
         keeps_subclasses=True,
-        program=Program(rows=_ROWS, next_step=_next_step),
+        program=Program(rows=_ROWS, next_step=_describe_next_step),
     ),
 )

@@ -70,15 +70,15 @@ class MeshPlan:
 
     def __init__(self, ckpt: Checkpoint, mesh: Mesh, options: WriteOptions) -> None:
         self.mesh = mesh
-        self.shapes = dict(_shapes_of_parameters(ckpt))
+        self.shapes = dict(_iterate_parameter_shapes(ckpt))
         plan = options.of(MeshOptions).tp_plan
         if plan is not None:
-            self.cuts, said = _read_plan(plan, self.shapes), "the plan"
+            self.cuts, said = _parse_plan(plan, self.shapes), "the plan"
         elif mesh.tp > 1 and options.like is not None:
             chunks = {n: c.boxes() for n, c in options.like.chunks.items()}
             self.cuts, said = _infer_cuts(chunks, {n: s for n, (s, _) in options.like.shapes.items()}, self.shapes)
         elif options.config is not None and (mesh.tp > 1 or mesh.ep > 1):
-            self.cuts, said = _cuts_of_config(options.config, mesh, self.shapes)
+            self.cuts, said = _read_transformers_plan(options.config, mesh, self.shapes)
         elif mesh.tp > 1:
             raise UsageError(
                 f"{argument('mesh', str(mesh))}: nothing says which tensors tensor parallelism divides, and how. Give "
@@ -88,7 +88,7 @@ class MeshPlan:
             )
         else:
             self.cuts, said = {}, ""
-        self._complete_experts()
+        self._set_expert_cuts()
         by = {
             "tp": sum(c.tp is not None and not c.ep for c in self.cuts.values()) if mesh.tp > 1 else 0,
             "ep": sum(c.ep for c in self.cuts.values()),
@@ -101,13 +101,15 @@ class MeshPlan:
         if mesh.replica < mesh.world:
             self.note += f"; ranks with the same part read the same of {count_noun(mesh.replica, 'file')}"
 
-    def _complete_experts(self) -> None:
-        """Find the stacked experts of a mesh with ep, if no plan names them, and choose what FSDP divides of them as
-        torchtitan does (apply_fsdp in torchtitan/distributed/fsdp.py, 0.3.0): experts, while there are enough of them
-        for all ranks, and else dimension 1.
+    def _set_expert_cuts(self) -> None:
+        """Set how FSDP and ep divide stacked experts, in place. If no plan names the experts, they are found by their
+        names.
+
+        FSDP divides as in torchtitan (apply_fsdp in torchtitan/distributed/fsdp.py, 0.3.0): experts, if there are
+        enough of them for all ranks, otherwise dimension 1.
 
         Raises:
-            UsageError: there are none.
+            UsageError: the mesh has ep, and the model has no stacked experts.
         """
         if self.mesh.ep == 1:
             self.cuts = {n: c._replace(ep=False, fsdp=max(c.fsdp, 0)) for n, c in self.cuts.items()}
@@ -129,34 +131,36 @@ class MeshPlan:
 
     def cut(self, t: TensorEntry) -> Cut:
         """Return how a tensor is divided: a slot as its parameter, if it has the same shape, or else by FSDP alone."""
-        fqn = _parameter_of(t.path)
+        fqn = _find_parameter_name(t.path)
         return self.cuts.get(fqn, Cut()) if self.shapes.get(fqn) == t.shape else Cut()
 
     def divides(self, path: Path) -> bool:
-        """Return whether more than FSDP along dimension 0 divides the parameter of this path, or of a slot at it."""
-        return self.cuts.get(_parameter_of(path), Cut()) != Cut()
+        """Return whether the parameter at a path, or the one that the optimizer slot at the path belongs to, is divided
+        by more than FSDP along dimension 0."""
+        return self.cuts.get(_find_parameter_name(path), Cut()) != Cut()
 
 
-def _parameter_of(path: Path) -> str:
-    """Return the FQN of the parameter that the tensor at a path is, or belongs to; "" for others."""
+def _find_parameter_name(path: Path) -> str:
+    """Return the FQN of the parameter at a path, or of the one that optimizer state at the path belongs to; "" for any
+    other path."""
     if path[0] == "model":
         return joined(path[1:])
     of_state = is_optimizer_state(path) or path[:2] == ("extra", "master")
     return str(path[2]) if of_state and len(path) > 2 else ""
 
 
-def _shapes_of_parameters(ckpt: Checkpoint) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _iterate_parameter_shapes(ckpt: Checkpoint) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield (FQN, shape) of the parameters; of an optimizer without its model, the shape of the largest slot."""
     found: dict[str, tuple[int, ...]] = {}
     for t in ckpt.tensors.values():
-        fqn = _parameter_of(t.path)
+        fqn = _find_parameter_name(t.path)
         if fqn and t.shape and (t.path[0] == "model" or prod(t.shape) > prod(found.get(fqn, ()))):
             found[fqn] = t.shape
     yield from found.items()
 
 
-def _cut_of(style: str, shape: tuple[int, ...]) -> Cut | None:
-    """Return how a style divides a parameter of a shape; None where there is no such style."""
+def _parse_style(style: str, shape: tuple[int, ...]) -> Cut | None:
+    """Return how a style ("colwise", ...) divides a parameter of a shape; None if the style is not known."""
     ndim = len(shape)
     if m := re.fullmatch(r"shard\((\d)\)", style):
         return Cut(tp=int(m[1]))
@@ -173,7 +177,7 @@ def _cut_of(style: str, shape: tuple[int, ...]) -> Cut | None:
     return Cut(tp=0 if name == "embedding_rowwise" else 1) if name in _STYLES else None
 
 
-def _read_plan(text: str, shapes: _Shapes) -> dict[str, Cut]:
+def _parse_plan(text: str, shapes: _Shapes) -> dict[str, Cut]:
     """Return {FQN: how it is divided} of the text of a plan. Of lines that match a parameter, the first one counts.
 
     Raises:
@@ -186,20 +190,25 @@ def _read_plan(text: str, shapes: _Shapes) -> dict[str, Cut]:
             continue
         where = f"{argument('tp_plan')}, line {number}"
         fsdp = re.fullmatch(r"fsdp=(\d)", words[2]) if len(words) == 3 else None
-        if len(words) < 2 or len(words) > 3 or (len(words) == 3) != (fsdp is not None) or _cut_of(words[1], ()) is None:
+        if (
+            len(words) < 2
+            or len(words) > 3
+            or (len(words) == 3) != (fsdp is not None)
+            or _parse_style(words[1], ()) is None
+        ):
             raise UsageError(
                 f"{where}: {line.strip()!r} is not a name and a style, and perhaps fsdp=DIM. The styles are "
                 f"{', '.join(_STYLES)}.",
                 code="CKPT0203",
             )
-        matched = [n for n in shapes if _matches(n, words[0])]
+        matched = [n for n in shapes if _matches_name(n, words[0])]
         if not matched:
             raise UsageError(
                 f"{where}: no parameter is named {words[0]!r}. The first one is {next(iter(shapes), 'none')!r}.",
                 code="CKPT0207",
             )
         for name in matched:
-            cut = _cut_of(words[1], shapes[name])
+            cut = _parse_style(words[1], shapes[name])
             assert cut is not None
             cut = cut._replace(fsdp=int(fsdp[1])) if fsdp else cut
             if max(cut.tp or 0, cut.fsdp) >= len(shapes[name]):
@@ -211,13 +220,14 @@ def _read_plan(text: str, shapes: _Shapes) -> dict[str, Cut]:
     return out
 
 
-def _matches(fqn: str, pattern: str) -> bool:
+def _matches_name(fqn: str, pattern: str) -> bool:
     """Return whether a glob matches the name of a parameter or of its module, or the end of it after a dot."""
     return any(fnmatch.fnmatchcase(n, p) for n in (fqn, fqn.rpartition(".")[0]) for p in (pattern, f"*.{pattern}"))
 
 
-def _cuts_of_config(config: str, mesh: Mesh, shapes: _Shapes) -> tuple[dict[str, Cut], str]:
-    """Return ({FQN: how it is divided}, what said so) of the plans that transformers has for the model of a config.
+def _read_transformers_plan(config: str, mesh: Mesh, shapes: _Shapes) -> tuple[dict[str, Cut], str]:
+    """Return ({FQN: how it is divided}, name of the plan for messages) from transformers' plans for the model of a
+    config.
 
     Raises:
         Unsupported: it is another model, or transformers has no plan for it.
@@ -240,7 +250,7 @@ def _cuts_of_config(config: str, mesh: Mesh, shapes: _Shapes) -> tuple[dict[str,
     out = {}
     for name, style in {**names.tp_plan, **(names.ep_plan if mesh.ep > 1 else {})}.items():
         if name in shapes:
-            cut = _cut_of(style, shapes[name])
+            cut = _parse_style(style, shapes[name])
             if cut is None:
                 raise Unsupported(
                     f'{kind} divides "{name}" as {style}, which ckpttool does not know. {argument("tp_plan")} says it '
@@ -254,18 +264,22 @@ def _cuts_of_config(config: str, mesh: Mesh, shapes: _Shapes) -> tuple[dict[str,
 def _infer_cuts(
     chunks: Mapping[str, list[tuple[tuple[int, ...], tuple[int, ...]]]], theirs: _Shapes, shapes: _Shapes
 ) -> tuple[dict[str, Cut], str]:
-    """Return ({FQN: how it is divided}, what said so): the one way of dividing the tensors of another checkpoint, over
-    any dp_shard and tp, that gives the boxes that it has.
+    """Infer how tensor parallelism divides parameters from another checkpoint: the one mesh of dp_shard and tp that
+    gives its boxes.
 
-    Experts are not looked at. A tensor whose boxes are the same with and without tensor parallelism counts as whole.
+    Experts are ignored. A tensor whose boxes are the same with and without tensor parallelism counts as whole.
 
     Args:
-        chunks: {FQN: its boxes}, `theirs` {FQN: its shape} of the other checkpoint.
-        shapes: of the parameters that are divided.
+        chunks: {FQN: its boxes} of the other checkpoint.
+        theirs: {FQN: its shape} of the other checkpoint.
+        shapes: {FQN: shape} of the parameters to divide.
+
+    Returns:
+        ({FQN: how it is divided}, where that is from, for messages).
 
     Raises:
         UsageError: no mesh with tp gives these boxes, or several do.
-        Unsupported: a parameter is not there.
+        Unsupported: a parameter is not in the other checkpoint.
     """
     if missing := [n for n in shapes if n not in chunks]:
         raise Unsupported(
@@ -276,7 +290,7 @@ def _infer_cuts(
     most = max((len(b) for b in rows.values()), default=0)
     found = []
     for tp in (n for n in range(1, most + 1) if most % n == 0):
-        fitting = dict(_fit(rows, theirs, Mesh(dp_shard=most // tp, tp=tp)))
+        fitting = dict(_find_fitting_cuts(rows, theirs, Mesh(dp_shard=most // tp, tp=tp)))
         if len(fitting) == len(rows):
             found.append((tp, fitting))
     plans = [(tp, cuts) for tp, cuts in found if tp > 1]
@@ -292,10 +306,10 @@ def _infer_cuts(
     return cuts, f"as the checkpoint of {argument('like')} is divided, over dp_shard={most // tp},tp={tp}"
 
 
-def _fit(
+def _find_fitting_cuts(
     rows: Mapping[str, frozenset[tuple[tuple[int, ...], tuple[int, ...]]]], shapes: _Shapes, mesh: Mesh
 ) -> Iterator[tuple[str, Cut]]:
-    """Yield (FQN, how it is divided) of the tensors whose boxes a mesh gives."""
+    """Yield (FQN, how it is divided) of the tensors whose boxes the mesh can give. `rows` are {FQN: its boxes}."""
     for name, boxes in rows.items():
         shape = shapes[name]
         for cut in (Cut(), *(Cut(tp=d) for d in range(len(shape)) if mesh.tp > 1)):

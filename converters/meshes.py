@@ -22,7 +22,7 @@ from math import prod
 from typing import NamedTuple
 
 from ckpttool.errors import UsageError, argument
-from ckpttool.formats.placements import PlacementCut, ShardPiece, local_pieces
+from ckpttool.formats.placements import PlacementCut, ShardPiece, compute_local_pieces
 from ckpttool.options import MOST_RANKS
 
 __all__ = ["Cut", "Mesh", "RankBox"]
@@ -63,7 +63,8 @@ class Mesh:
         """Parse a text such as "dp_shard=4,tp=2".
 
         Raises:
-            UsageError: it is not written so, has more ranks than any job, or ep does not divide those that it takes.
+            UsageError: it is not written like this, has more ranks than ckpttool allows, or ep does not divide the
+                ranks that it is taken from.
         """
         names = [f.name for f in fields(cls)]
         sizes: dict[str, int] = {}
@@ -91,17 +92,17 @@ class Mesh:
 
     @property
     def replica(self) -> int:
-        """Count the ranks that hold a tensor together; each has a file."""
+        """Return the number of ranks that hold one complete copy of the tensors; each of them has a file."""
         return self.dp_shard * self.cp * self.tp
 
     @property
     def world(self) -> int:
-        """Count the ranks of the job."""
+        """Return the number of ranks of the job."""
         return self.pp * self.dp_replicate * self.replica
 
     @property
     def loaders(self) -> int:
-        """Count the ranks that read different data."""
+        """Return the number of ranks that read different data."""
         return self.dp_replicate * self.dp_shard
 
     def __str__(self) -> str:
@@ -109,14 +110,18 @@ class Mesh:
         return ",".join(f"{n}={s}" for n, s in sizes.items() if s > 1) or "dp_shard=1"
 
     def boxes(self, name: str, shape: tuple[int, ...], cut: Cut) -> list[RankBox]:
-        """List the boxes of a tensor that have elements, by the rank in whose file each of them is.
+        """Return the boxes of a tensor, without empty ones, each with the rank in whose file it is written.
+
+        Args:
+            name: name of the tensor, for the message.
+            shape: its shape.
+            cut: how the mesh divides it.
 
         Raises:
-            UsageError: a rank of the job would hold what no DTensor can describe; `name` is the tensor's in the
-                message.
+            UsageError: the part that a rank of the job would hold cannot be described by a DTensor.
         """
         try:
-            return list(_divide(self, shape, cut))
+            return list(_divide_tensor(self, shape, cut))
         except ValueError as e:
             raise UsageError(
                 f'{argument("mesh", str(self))}: "{name}" is {list(shape)}, and {e}, so no job with this mesh can load '
@@ -126,11 +131,11 @@ class Mesh:
 
 
 @lru_cache(1024)
-def _divide(mesh: Mesh, shape: tuple[int, ...], cut: Cut) -> tuple[RankBox, ...]:
-    """Return the boxes of `Mesh.boxes`.
+def _divide_tensor(mesh: Mesh, shape: tuple[int, ...], cut: Cut) -> tuple[RankBox, ...]:
+    """Return the boxes of a tensor with the ranks that write them; see `Mesh.boxes`.
 
     Raises:
-        ValueError: a rank would hold what no DTensor can describe.
+        ValueError: the part that a rank would hold cannot be described by a DTensor.
     """
     of_experts = cut.ep and mesh.ep > 1
     inner, parts = (mesh.ep, mesh.ep) if of_experts else (mesh.tp, mesh.tp if cut.tp is not None else 1)
@@ -145,18 +150,18 @@ def _divide(mesh: Mesh, shape: tuple[int, ...], cut: Cut) -> tuple[RankBox, ...]
             continue
         parallel = [PlacementCut(along, parts, i, cut.packed)] if parts > 1 else []
         split = parts if along == cut.fsdp else 1
-        described = _pieces(shape, [PlacementCut(cut.fsdp, outer, o, split), *parallel])
-        held = _pieces(shape, [*parallel, PlacementCut(cut.fsdp, outer, o)])
+        described = _find_local_pieces(shape, [PlacementCut(cut.fsdp, outer, o, split), *parallel])
+        held = _find_local_pieces(shape, [*parallel, PlacementCut(cut.fsdp, outer, o)])
         if len(held) > 1 or described != held:
             raise ValueError(
                 f"rank {rank} of {mesh.replica} would hold rows of it that a DTensor does not describe as one box"
             )
-        if cut.fsdp and local_pieces(shape, parallel)[1][cut.fsdp] % outer:
+        if cut.fsdp and compute_local_pieces(shape, parallel)[1][cut.fsdp] % outer:
             raise ValueError(f"FSDP2 divides dimension {cut.fsdp} only into {outer} equal parts")
         out += [RankBox(rank, p.start, p.shape) for p in held]
     return tuple(out)
 
 
-def _pieces(shape: tuple[int, ...], cuts: list[PlacementCut]) -> list[ShardPiece]:
-    """Return the boxes with elements that `cuts` leave to a rank."""
-    return [p for p in local_pieces(shape, cuts)[0] if prod(p.shape)]
+def _find_local_pieces(shape: tuple[int, ...], cuts: list[PlacementCut]) -> list[ShardPiece]:
+    """Return the boxes of a tensor that a rank holds after these cuts, without empty ones."""
+    return [p for p in compute_local_pieces(shape, cuts)[0] if prod(p.shape)]

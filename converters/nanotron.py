@@ -80,7 +80,7 @@ class _Part(NamedTuple):
 
 
 def detect(where: Place) -> tuple[bool, str]:
-    """Return whether a place is a folder with checkpoint_metadata.json and model/; and, as text, why or why not."""
+    """Return whether a place is a folder with checkpoint_metadata.json and model/, and the reason as text."""
     if where.file is not None:
         return False, "a folder; this is a file"
     names = where.source.list()
@@ -93,8 +93,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     """Return the index of a step folder.
 
     Raises:
-        Corrupt: a part is missing, or parts overlap. Unsafe: a pickle would run code. Unsupported: experts on ranks of
-            their own.
+        Corrupt: a part is missing, or parts overlap. Unsafe: a pickle would run code. Unsupported: the job had expert
+            parallelism.
     """
     reading = _Reading(where.source, options.allow_equal_ranks)
     reading.read_model()
@@ -105,8 +105,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     return reading.checkpoint()
 
 
-def _list_files(source: Source, folder: str, depth: int = 0) -> Iterator[str]:
-    """Yield the files below a folder, which is `depth` folders below model/.
+def _iterate_files_below(source: Source, folder: str, depth: int = 0) -> Iterator[str]:
+    """Yield the paths of all files below a folder. `depth` is the number of folders between model/ and it.
 
     Raises:
         Corrupt: folders are nested too deep.
@@ -116,13 +116,15 @@ def _list_files(source: Source, folder: str, depth: int = 0) -> Iterator[str]:
     for name in source.list(folder):
         path = f"{folder}/{name}"
         if source.glance(path)[0]:
-            yield from _list_files(source, path, depth + 1)
+            yield from _iterate_files_below(source, path, depth + 1)
         else:
             yield path
 
 
 @dataclass
 class _Reading:
+    """The index of a step folder while it is read."""
+
     source: Source
     allow_equal_ranks: bool
     files: list[str] = field(default_factory=list)
@@ -162,7 +164,7 @@ class _Reading:
             Corrupt: there are none, or the parts of one do not make it up.
         """
         found: dict[str, list[tuple[int, safetensors_header.Slot, _Part]]] = {}
-        for path in sorted(_list_files(self.source, "model")):
+        for path in sorted(_iterate_files_below(self.source, "model")):
             folder, _, file = path.partition("/")[2].rpartition("/")
             m = _WEIGHT.fullmatch(file)
             if m is None:
@@ -174,7 +176,7 @@ class _Reading:
                     f'{self.source.root}/{path} has no tensor "data", which nanotron writes.', code="CKPT0412"
                 )
             number, slot = self.number(path), slots["data"]
-            part = self._boxes_of_file(path, slot.shape, about)
+            part = self._parse_file_part(path, slot.shape, about)
             if m["pp"] is not None:
                 self.parts[name, int(m["pp"]), int(m["tp"])] = part
             found.setdefault(name, []).append((number, slot, part))
@@ -201,15 +203,15 @@ class _Reading:
                     code="CKPT0409",
                 )
             self.shapes[name] = shape
-            self._put_tensor(
+            self._assemble_tensor(
                 ("model", name),
                 dtype,
                 shape,
                 [_Held(n, slot.offset, boxes.strides(part.local), b) for n, slot, part in rows for b in part.held],
             )
 
-    def _boxes_of_file(self, path: str, local: tuple[int, ...], about: Mapping[str, str]) -> _Part:
-        """Return which part of a weight a file holds.
+    def _parse_file_part(self, path: str, local: tuple[int, ...], about: Mapping[str, str]) -> _Part:
+        """Return which part of a weight a file holds, from the metadata of its header.
 
         Args:
             path: the file.
@@ -239,8 +241,15 @@ class _Reading:
             ) from None
         return _Part(shape, local, tuple(held))
 
-    def _put_tensor(self, path: Path, dtype: str, shape: tuple[int, ...], held: list[_Held]) -> None:
-        """Put a tensor together of what ranks have of it; what several have is taken once.
+    def _assemble_tensor(self, path: Path, dtype: str, shape: tuple[int, ...], held: list[_Held]) -> None:
+        """Assemble a tensor from the boxes that ranks hold, and add it to the index. Of equal boxes the first one is
+        used.
+
+        Args:
+            path: its canonical path.
+            dtype: its dtype.
+            shape: its shape.
+            held: the boxes, with their places in files.
 
         Raises:
             Corrupt: the parts leave gaps or overlap.
@@ -272,24 +281,24 @@ class _Reading:
     # ------------------------------------------------------------------------------------------------- the optimizer
 
     def read_optimizer(self) -> None:
-        """Read the state of the optimizer, of all ranks; do nothing where there are no such files.
+        """Read the optimizer state of all ranks, if there are files with it.
 
         Raises:
-            Corrupt: a file is missing or damaged, or parts do not fit. Unsupported: experts on ranks of their own.
+            Corrupt: a file is missing or damaged, or parts do not fit. Unsupported: the job had expert parallelism.
         """
         names = sorted(n for n in self.source.list("optimizer") if _OPTIMIZER.fullmatch(n))
         if not names:
             return
         file = "optimizer/optimizer_config.json"
-        config = self._json(file)
-        sizes = self._object(file, config, "parallelism")
+        config = self._read_json_file(file)
+        sizes = self._get_object(file, config, "parallelism")
         if sizes.get("expert_parallel_size", "1") != "1":
             raise Unsupported(
                 f"{self.source.root}: experts on {sizes['expert_parallel_size']} ranks of their own, of whose weights "
                 "nanotron's files do not tell the expert. Save with expert_parallel_size=1.",
                 code="CKPT0325",
             )
-        ranges = self._object(file, self._object(file, config, "configs"), "param_name_to_dp_rank_offsets")
+        ranges = self._get_object(file, self._get_object(file, config, "configs"), "param_name_to_dp_rank_offsets")
         _, dps, tps = self._check_ranks(names, sizes, bool(ranges))
         state: dict[tuple[str, str], list[_Held]] = {}
         dtypes: dict[tuple[str, str], str] = {}
@@ -299,22 +308,24 @@ class _Reading:
         for file in names:
             m = _OPTIMIZER.fullmatch(file)
             assert m is not None
-            number, tree = self._tree(f"optimizer/{file}")
+            number, tree = self._read_torch_file(f"optimizer/{file}")
             self.ranks[number] = (int(m["pp"]) * dps + int(m["dp"] or 0)) * tps + int(m["tp"])
             try:
-                called = {k: self._model_name(str(n)) for k, n in tree["names"].items()}
+                called = {k: self._to_model_name(str(n)) for k, n in tree["names"].items()}
                 rows = [(called[k], slot, x) for k, slots in tree["state"].items() for slot, x in slots.items()]
-                rows += [(self._model_name(str(n)), "", x) for n, x in (tree.get("gradient_accumulator") or {}).items()]
+                rows += [
+                    (self._to_model_name(str(n)), "", x) for n, x in (tree.get("gradient_accumulator") or {}).items()
+                ]
                 for name, slot, x in rows:
                     if not isinstance(x, StoredTensor) or not x.shape:
-                        self._put_once(steps, name, slot, number, x)
+                        self._add_replicated_number(steps, name, slot, number, x)
                         continue
                     flat = ranges.get(name, ranges.get(f"module.{name}"))
                     bounds = (int(flat[m["dp"]][0]), int(flat[m["dp"]][1])) if flat is not None else None
                     if dtypes.setdefault((name, slot), x.dtype) != x.dtype:
                         raise ValueError(f"{name} {slot} is {x.dtype}, elsewhere {dtypes[name, slot]}")
                     state.setdefault((name, slot), []).extend(
-                        self._boxes_of_rank(name, int(m["pp"]), int(m["tp"]), number, x, bounds)
+                        self._find_slot_boxes(name, int(m["pp"]), int(m["tp"]), number, x, bounds)
                     )
                     if x.storage.crc32 is not None:
                         self.records.append(Record(Extent(number, x.storage.offset, x.storage.length), x.storage.crc32))
@@ -334,24 +345,24 @@ class _Reading:
                 ) from None
         for (name, slot), held in state.items():
             path: Path = ("optim", "state", name, slot) if slot else ("extra", "master", name)
-            self._put_tensor(path, dtypes[name, slot], self.shapes[name], held)
+            self._assemble_tensor(path, dtypes[name, slot], self.shapes[name], held)
         for (name, slot), (_, leaf) in steps.items():
-            self._put_leaf(("optim", "state", name, slot), leaf)
+            self._add_leaf(("optim", "state", name, slot), leaf)
         for i, (hyper, members) in enumerate(groups):
             for key, data in {**hyper, "params": list(members)}.items():
-                self._put_leaf(("optim", "param_groups", i, key), data)
+                self._add_leaf(("optim", "param_groups", i, key), data)
 
-    def _boxes_of_rank(
+    def _find_slot_boxes(
         self, name: str, pp: int, tp: int, number: int, x: StoredTensor, bounds: tuple[int, int] | None
     ) -> Iterator[_Held]:
-        """Yield what one file has of a slot (a state of one parameter, such as exp_avg): the rank's part of the
-        parameter, or a flat range of that.
+        """Yield the boxes of a slot (a state of one parameter, such as exp_avg) that one file holds: the rank's part of
+        the parameter, or a flat range of that part.
 
         Args:
-            name: of the parameter.
+            name: name of the parameter.
             pp: pipeline parallel rank.
             tp: tensor parallel rank.
-            number: of the file.
+            number: number of the file.
             x: the tensor in it.
             bounds: (first element, end) of the range in the flattened part; None: the file has all of the part.
 
@@ -379,8 +390,8 @@ class _Reading:
                     there = tuple(g + a - b for g, a, b in zip(box.start, met[0], box.local, strict=True))
                     yield _Held(number, at, boxes.strides(size), _Box(inside, there, met[1]))
 
-    def _model_name(self, name: str) -> str:
-        """Return what the model calls a parameter of the optimizer.
+    def _to_model_name(self, name: str) -> str:
+        """Return the model's name of a parameter that the optimizer names, with or without "module.".
 
         Raises:
             ValueError: the model does not have it.
@@ -391,15 +402,15 @@ class _Reading:
         raise ValueError(f"the optimizer has {name}, which the model does not have")
 
     def _check_ranks(self, names: list[str], sizes: Mapping[str, Any], zero: bool) -> list[int]:
-        """Return how many pipeline, data and tensor parallel ranks there are; each must have a file.
+        """Return the numbers of pipeline, data and tensor parallel ranks, after a check that each rank has a file.
 
         Args:
-            names: of the optimizer's files.
+            names: names of the optimizer's files.
             sizes: {"pp_size": ...} of optimizer_config.json.
             zero: whether data parallel ranks have files of their own.
 
         Raises:
-            Corrupt: one is missing, or the config says no numbers.
+            Corrupt: a file is missing, or the config has no numbers.
         """
         there = {(m["pp"], m["dp"], m["tp"]) for n in names if (m := _OPTIMIZER.fullmatch(n))}
         said = [str(sizes.get(f"{k}_size", "1")) for k in ("pp", "dp", "tp")]
@@ -420,20 +431,20 @@ class _Reading:
                 )
         return many
 
-    def _put_once(
+    def _add_replicated_number(
         self, steps: dict[tuple[str, str], tuple[Any, Any]], name: str, slot: str, number: int, x: Any
     ) -> None:
-        """Put a number that all ranks have, the step, once.
+        """Add a number that all ranks have (the step) to `steps`, or compare it with the one that is there.
 
         Args:
-            steps: {(parameter, slot): (number, leaf of the index)} so far.
-            name: of the parameter.
-            slot: its state that the number is, such as "step".
-            number: of the file.
-            x: what the file holds.
+            steps: {(parameter, slot): (value of the number, leaf of the index)} so far.
+            name: name of the parameter.
+            slot: name of its state, such as "step".
+            number: number of the file.
+            x: the number in the file, as a tensor or a value.
 
         Raises:
-            Corrupt: ranks have different ones.
+            Corrupt: ranks have different numbers.
         """
         what = f"{self.source.root}/{self.files[number]}"
         found = stored_tensors.inline_tensors(x, self.source.reader_of(self.files[number]), what)
@@ -458,30 +469,30 @@ class _Reading:
         Raises:
             Corrupt: a file is damaged. Unsafe: its pickle would run code.
         """
-        found = self._json(_META)
-        for key, data in self._object(_META, found, "metas").items():
-            self._put_leaf(("trainer", "step" if key == "last_train_step" else key), data)
+        found = self._read_json_file(_META)
+        for key, data in self._get_object(_META, found, "metas").items():
+            self._add_leaf(("trainer", "step" if key == "last_train_step" else key), data)
         for key in ("version", "tp", "dp"):
             if key in found:
-                self._put_leaf(("extra", "nanotron", key), found[key])
+                self._add_leaf(("extra", "nanotron", key), found[key])
         if self.source.exists("lr_scheduler/lr_scheduler.pt"):
-            number, tree = self._tree("lr_scheduler/lr_scheduler.pt")
-            self._put_leaves(("scheduler",), number, tree)
+            number, tree = self._read_torch_file("lr_scheduler/lr_scheduler.pt")
+            self._add_leaves(("scheduler",), number, tree)
         files = [m for n in sorted(self.source.list("random")) if (m := _RANDOM.fullmatch(n))]
         self.source.prefetch_ends(f"random/{m[0]}" for m in files)
         for m in files:
-            number, tree = self._tree(f"random/{m[0]}")
+            number, tree = self._read_torch_file(f"random/{m[0]}")
             rank = (int(m["pp"]) * int(m["D"]) + int(m["dp"])) * int(m["T"]) + int(m["tp"])
-            self._put_leaves(("rng", str(rank)), number, _as_dicts(tree))
+            self._add_leaves(("rng", str(rank)), number, _to_plain_dicts(tree))
 
-    def _tree(self, file: str) -> tuple[int, Any]:
-        """Add a file of torch.save to the index; return (its number, what it holds)."""
+    def _read_torch_file(self, file: str) -> tuple[int, Any]:
+        """Add a file of torch.save to the index, and return (its number, its unpickled content)."""
         what, read_at, size = f"{self.source.root}/{file}", self.source.reader_of(file), self.source.size(file)
-        self.notes += torch_zip.refuse_other_rank(read_at, size, what, self.allow_equal_ranks)
+        self.notes += torch_zip.refuse_file_of_other_rank(read_at, size, what, self.allow_equal_ranks)
         return self.number(file), torch_zip.read(read_at, 0, size, what)
 
-    def _json(self, file: str) -> dict[str, Any]:
-        """Add a file of JSON to the index, and return the object that it holds.
+    def _read_json_file(self, file: str) -> dict[str, Any]:
+        """Add a JSON file to the index, and return the object in it.
 
         Raises:
             Corrupt: it holds something else.
@@ -492,28 +503,32 @@ class _Reading:
             raise Corrupt(f"{self.source.root}/{file} is not what nanotron writes.", code="CKPT0406")
         return found
 
-    def _object(self, file: str, found: dict[str, Any], key: str) -> dict[str, Any]:
-        """Return the object under a key in the JSON of a file; an empty one where the key is missing or null. `found`
-        is what the file holds.
+    def _get_object(self, file: str, found: dict[str, Any], key: str) -> dict[str, Any]:
+        """Return the object under a key in a JSON file; {} if the key is missing or null.
+
+        Args:
+            file: name of the file, for the message.
+            found: content of the file.
+            key: the key.
 
         Raises:
-            Corrupt: something else is there.
+            Corrupt: something else is under the key.
         """
         inner = found.get(key)
         if not isinstance(inner, dict | None):
             raise Corrupt(f'{self.source.root}/{file}: "{key}" is no object, which nanotron writes.', code="CKPT0406")
         return inner or {}
 
-    def _put_leaves(self, path: Path, number: int, tree: Any) -> None:
-        """Put the leaves of what file number `number` holds below a path."""
+    def _add_leaves(self, path: Path, number: int, tree: Any) -> None:
+        """Add the leaves of a nested value in file number `number` to the index, below a path."""
         what = f"{self.source.root}/{self.files[number]}"
-        found, records = stored_tensors.leaves(tree, path, number, self.source.reader_of(self.files[number]), what)
+        found, records = stored_tensors.read_leaves(tree, path, number, self.source.reader_of(self.files[number]), what)
         self.records += records
         for at, leaf in found.items():
-            self._put_leaf(at, leaf)
+            self._add_leaf(at, leaf)
 
-    def _put_leaf(self, path: Path, leaf: Any) -> None:
-        """Put a tensor or a value at a path; it replaces one that is there."""
+    def _add_leaf(self, path: Path, leaf: Any) -> None:
+        """Add a tensor or a value to the index at a path; an entry that is there is replaced."""
         if isinstance(leaf, TensorEntry):
             self.tensors[joined(path)] = leaf
         else:
@@ -533,22 +548,22 @@ def _parse_slice(text: str, n: int) -> tuple[int, int]:
     return a, b
 
 
-def _as_dicts(x: Any) -> Any:
-    """Return what a file of random states holds, with nanotron's RandomStates and RandomState as the dicts that they
-    are made of."""
+def _to_plain_dicts(x: Any) -> Any:
+    """Return the content of a file of random states, with nanotron's RandomStates and RandomState replaced by their
+    dicts."""
     if isinstance(x, Opaque) and x.cls.module == "nanotron.random" and isinstance(x.state, dict):
-        return _as_dicts(x.state.get("_dict", x.state))
-    return {k: _as_dicts(v) for k, v in x.items()} if isinstance(x, dict) else x
+        return _to_plain_dicts(x.state.get("_dict", x.state))
+    return {k: _to_plain_dicts(v) for k, v in x.items()} if isinstance(x, dict) else x
 
 
-def _next_step(advice: Advice) -> str:
-    """Return a text: nanotron resumes; how a job of torch's own does."""
+def _describe_next_step(advice: Advice) -> str:
+    """Return advice: nanotron resumes; and the command that converts the checkpoint to dcp."""
     return f"resumes in nanotron; for a job of torch's own: {advice.convert('--to dcp -n RANKS')}"
 
 
-def _unfinished(folder: SeenFolder) -> Unfinished | None:
-    """Return what shows that a save did not end: a folder with the optimizer has no checkpoint_metadata.json. None
-    where nothing does."""
+def _find_unfinished_save(folder: SeenFolder) -> Unfinished | None:
+    """Return the evidence that a save did not finish: a folder has the optimizer's config and no
+    checkpoint_metadata.json. None otherwise."""
     begun = folder.layout is None and "optimizer" in folder.names
     if begun and "optimizer_config.json" in folder.source.list("optimizer"):
         return Unfinished(f"no {_META}, which nanotron writes last")
@@ -609,6 +624,6 @@ LAYOUTS = (
         reader_uses=(),
         writer_uses=(),
         of_trainer=True,
-        program=Program(rows=_ROWS, next_step=_next_step, unfinished=_unfinished, step_word=""),
+        program=Program(rows=_ROWS, next_step=_describe_next_step, unfinished=_find_unfinished_save, step_word=""),
     ),
 )

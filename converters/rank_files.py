@@ -24,7 +24,7 @@ from ckpttool.formats import stored_tensors, torch_zip
 from ckpttool.formats.common_lists import CommonLists
 from ckpttool.formats.crc import crc32
 from ckpttool.formats.pickles import Opaque, short
-from ckpttool.formats.sharded import Boxes, Shards, is_sharded, shards_of, stand_ins
+from ckpttool.formats.sharded import Boxes, Shards, is_sharded, make_stand_ins, read_shards
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import Checkpoint, Chunks, Leaves, OtherCopy, Path, TensorEntry, same_value
@@ -42,19 +42,19 @@ __all__ = [
     "RankParts",
     "assemble_slot",
     "assemble_tensor",
-    "column_of_ranks",
+    "collect_rank_values",
     "compare_replicas",
     "compute_crc",
-    "first_difference",
-    "first_replica",
+    "find_differing_file",
     "format_step",
     "group_rank_files",
-    "hold_state",
-    "inline_scalar",
-    "load",
+    "has_model_or_optimizer",
+    "load_rank_file",
     "merge_other_state",
+    "read_inline",
     "read_rank_files",
     "record_other_copies",
+    "select_first_replica",
 ]
 
 _RANKED = re.compile(
@@ -105,8 +105,7 @@ class Files:
     tables: dict[int, Boxes] = field(default_factory=dict)  # the shards that `known` tensors list, by identity
 
     def number(self, name: str) -> int:
-        """Add a file by its name below the source, and return its number, by which the index of the checkpoint refers
-        to it."""
+        """Add a file, given by its path below the source, and return its number in the checkpoint's list of files."""
         self.names.append(name)
         return len(self.names) - 1
 
@@ -119,7 +118,7 @@ class Files:
         return self.source.reader_of(self.names[file])
 
     def shards(self, file: int, key: object, x: Opaque) -> Shards:
-        """Return what a file has of a sharded tensor; each tensor is parsed only once.
+        """Return the shards of a sharded tensor that a file holds; each tensor is parsed only once.
 
         Args:
             file: the number of the file.
@@ -127,26 +126,25 @@ class Files:
             x: the unpickled ShardedTensor or DTensor.
         """
         if id(x) not in self.known:
-            self.known[id(x)] = x, shards_of(x, str(key), self.reader(file), self.path(file), self.tables)
+            self.known[id(x)] = x, read_shards(x, str(key), self.reader(file), self.path(file), self.tables)
         return self.known[id(x)][1]
 
     def keep(self, file: int, t: StoredTensor) -> None:
-        """Remember the CRC32 of the storage of a tensor in file number `file`, if it has one, so that reading it can be
-        checked."""
+        """Record the CRC32 of the storage of a tensor in file number `file`, if it has one, to verify reads of it."""
         s = t.storage
         if s.crc32 is not None:
             self.records[file, s.offset] = Record(Extent(file, s.offset, s.length), s.crc32)
 
     def entry(self, file: int, t: StoredTensor, path: Path = ()) -> TensorEntry:
-        """Return the entry, at `path`, of a tensor that file number `file` has whole, and remember its CRC32."""
+        """Return the entry, at `path`, of a tensor that file number `file` holds completely, and record its CRC32."""
         self.keep(file, t)
         strides = None if t.contiguous else t.strides
         return TensorEntry(t.dtype, t.shape, path, Chunks.whole(t.shape, file, *t.extent, strides))
 
     def leaves(self, file: int, tree: object, path: Path = ()) -> Leaves:
-        """Return {path: tensor or data} of a nested value in file number `file`, with `path` in front of every path,
-        and remember the CRC32s of its tensors."""
-        found, records = stored_tensors.leaves(tree, path, file, self.reader(file), self.path(file))
+        """Return {path: tensor or data} of a nested value in file number `file`, and record the CRC32s of its tensors.
+        `path` is put in front of every path."""
+        found, records = stored_tensors.read_leaves(tree, path, file, self.reader(file), self.path(file))
         self.records.update(((file, r.extent.offset), r) for r in records)
         return found
 
@@ -160,8 +158,9 @@ class Rank(NamedTuple):
 
 
 def group_rank_files(names: Iterable[str]) -> list[RankFileGroup]:
-    """Group the file names that differ only in the number of the rank. Names without such a number, and DeepSpeed's,
-    are left out; the ranks of a group ascend.
+    """Group the names of files that differ only in the number of the rank; the ranks of a group ascend.
+
+    Names without such a number are left out, and so are those of DeepSpeed's files.
 
     Raises:
         Corrupt: one rank has two files.
@@ -184,15 +183,15 @@ def group_rank_files(names: Iterable[str]) -> list[RankFileGroup]:
     return [RankFileGroup(g.pattern, dict(sorted(g.ranks.items()))) for g in found.values()]
 
 
-def load(files: Files, name: str) -> Any:
-    """Unpickle one file, by its name below the source, without building sharded tensors: these stay plain data.
+def load_rank_file(files: Files, name: str) -> Any:
+    """Unpickle one file, given by its path below the source; sharded tensors stay plain data instead of being built.
 
     Raises:
-        CkpttoolError: the file is damaged, or no file of torch.save that can be read safely.
+        CkpttoolError: the file is damaged, or is not a file of torch.save that can be read safely.
     """
     what = f"{files.source.root}/{name}"
     read_at, size = files.source.reader_of(name), files.source.size(name)
-    return torch_zip.read(read_at, 0, size, what, stand_ins(what), lists=files.lists)
+    return torch_zip.read(read_at, 0, size, what, make_stand_ins(what), lists=files.lists)
 
 
 @dataclass
@@ -220,13 +219,13 @@ class _LoadedGroup(NamedTuple):
 def read_rank_files(
     files: Files, groups: list[RankFileGroup], lost: list[str] | None = None, allow_equal_ranks: bool = False
 ) -> RankParts:
-    """Unpickle files of ranks, and tell model, optimizers and the rest apart by what is in them.
+    """Unpickle files of ranks, and sort their content into model, optimizers and the rest.
 
     Args:
         files: collects the files that are read.
         groups: the files to read, grouped by name.
-        lost: where the names of missing files are added, while the files of the other ranks are read; `assemble_tensor`
-            then refuses what these do not have. None: a missing file is an error.
+        lost: gets the names of missing files, while the files of the other ranks are read; `assemble_tensor` then
+            raises for tensors that these do not cover. None: a missing file is an error.
         allow_equal_ranks: accept, with a note, a file that is a copy of another rank's.
 
     Raises:
@@ -235,9 +234,9 @@ def read_rank_files(
     """
     files.source.prefetch_ends(name for group in groups for name in group.ranks.values())
     found = [_load_group(files, group) for group in groups]
-    model = _model_group(files, found)
+    model = _find_model_group(files, found)
     with_state = [g.group for g in found if g.model or g.optim]
-    out = RankParts(_world_size(files, model.model if model else [], with_state))
+    out = RankParts(_determine_world_size(files, model.model if model else [], with_state))
     for loaded in found:
         group = loaded.group
         out.notes += _refuse_exchanged_files(files, group, allow_equal_ranks)
@@ -275,7 +274,7 @@ def _load_group(files: Files, group: RankFileGroup) -> _LoadedGroup:
     by: dict[str, list[Rank]] = {"model": [], "optim": [], "rest": []}
     side = SIDE.match(group.pattern)
     for rank, name in group.ranks.items():
-        tree, number = load(files, name), files.number(name)
+        tree, number = load_rank_file(files, name), files.number(name)
         if not isinstance(tree, dict) or not all(isinstance(k, str) for k in tree):
             tree = {side[1].lower() if side else group.pattern.partition("rank")[0].strip("_-.") or "rank": tree}
         elif side and side[1].lower() != "extra" and not tree.keys() & _KNOWN:
@@ -286,15 +285,16 @@ def _load_group(files: Files, group: RankFileGroup) -> _LoadedGroup:
     return _LoadedGroup(group, trees, by["model"], by["optim"], by["rest"])
 
 
-def _model_group(files: Files, found: list[_LoadedGroup]) -> _LoadedGroup | None:
-    """Return the group that is the model: the only one with flat or sharded tensors, else the only one with weights;
-    None where no group has weights.
+def _find_model_group(files: Files, found: list[_LoadedGroup]) -> _LoadedGroup | None:
+    """Return the group that holds the model: the only one with flat or sharded tensors, else the only one with weights.
+
+    It is None if no group has weights.
 
     Raises:
-        Unsupported: there are two.
+        Unsupported: there are two such groups.
     """
     models = [g for g in found if g.model]
-    models = [g for g in models if any(_flat_or_sharded(r.tree) for r in g.model)] or models
+    models = [g for g in models if any(_is_flat_or_sharded(r.tree) for r in g.model)] or models
     if len(models) > 1:
         stated = " and ".join(g.group.pattern for g in models)
         raise Unsupported(
@@ -304,11 +304,14 @@ def _model_group(files: Files, found: list[_LoadedGroup]) -> _LoadedGroup | None
     return models[0] if models else None
 
 
-def first_difference(facts: Iterable[Mapping[str, object]]) -> tuple[int, str] | None:
-    """Find the first file that states something else than the first file does; return (its position, counted from 0;
-    what differs), or None where all agree.
+def find_differing_file(facts: Iterable[Mapping[str, object]]) -> tuple[int, str] | None:
+    """Find the first file whose facts differ from those of the first file.
 
-    `facts` is {what is stated: the value} of each file, for one file at least.
+    Args:
+        facts: {fact: value} of each file; at least one file.
+
+    Returns:
+        (position of that file, counted from 0; the fact that differs); None if all files agree.
     """
     every = iter(facts)
     first = next(every)
@@ -320,19 +323,21 @@ def first_difference(facts: Iterable[Mapping[str, object]]) -> tuple[int, str] |
 
 
 def _refuse_exchanged_files(files: Files, group: RankFileGroup, allow_equal_ranks: bool) -> list[str]:
-    """Refuse files of a group that lie under the names of other ranks; return notes for the user on a copied file that
-    `allow_equal_ranks` lets pass, else none.
+    """Raise if files of a group have the names of other ranks' files.
 
-    torch.save writes a file's name into it. Where the ranks in those names are these ranks in another order, files were
-    exchanged; where some are, or two files are equal byte by byte, one was copied over another; else the job saved
-    under other names, and that tells nothing.
+    torch.save writes a file's name into it. If the ranks in those names are the ranks of the group in another order,
+    files were exchanged. If only some are, or two files are equal byte by byte, one was copied over another. Otherwise
+    the job saved under other names, and nothing follows.
+
+    Returns:
+        Notes for the user on a copied file that `allow_equal_ranks` accepts; empty if there is none.
 
     Raises:
-        Corrupt: with the first file that is in another's place.
+        Corrupt: with the first file that has another rank's name.
     """
     stated: dict[int, int] = {}
     for rank, name in group.ranks.items():
-        first = torch_zip.name_at_save(files.source.reader_of(name), files.source.size(name))
+        first = torch_zip.read_name_at_save(files.source.reader_of(name), files.source.size(name))
         found = group_rank_files([f"{first}.pt"]) if first is not None else []
         if not found:
             return []
@@ -353,7 +358,7 @@ def _refuse_exchanged_files(files: Files, group: RankFileGroup, allow_equal_rank
         small and files.source.read(one, 0, size) == files.source.read(two, 0, size)
     ):
         return []
-    return torch_zip.refuse_copied(
+    return torch_zip.refuse_copied_file(
         f"{files.source.root}/{two} was saved as the file of rank {stated[wrong]}: {one} was copied over it",
         allow_equal_ranks,
     )
@@ -379,14 +384,16 @@ def _split_roles(tree: dict[Any, Any]) -> dict[str, Any]:
     return {"rest": tree}
 
 
-def hold_state(source: Source, groups: list[RankFileGroup]) -> bool:
-    """Return whether files of ranks hold a model or an optimizer, since any program may write a rank_0.pt. Only the
-    file of the lowest rank of each group is read; one that cannot be read counts as holding state, so that reading
-    reports it."""
+def has_model_or_optimizer(source: Source, groups: list[RankFileGroup]) -> bool:
+    """Return whether the ranks' files hold a model or an optimizer, since any program may write a rank_0.pt.
+
+    Only the file of the lowest rank of each group is read. A file that cannot be read counts as holding one, so that
+    reading the checkpoint reports the error.
+    """
     for group in groups:
         files, name = Files(source), next(iter(group.ranks.values()))
         try:
-            tree = load(files, name)
+            tree = load_rank_file(files, name)
         except CkpttoolError:
             return True  # what is wrong with it is not for detection to say
         if isinstance(tree, dict) and {"model", "optim"} & _split_roles(tree).keys():
@@ -394,18 +401,18 @@ def hold_state(source: Source, groups: list[RankFileGroup]) -> bool:
     return False
 
 
-def _flat_or_sharded(tree: dict[Any, Any]) -> bool:
+def _is_flat_or_sharded(tree: dict[Any, Any]) -> bool:
     """Return whether the model in a rank's file consists of flat parameters (FairScale's) or sharded tensors."""
     return any(is_sharded(v) for v in tree.values()) or "shard_metadata" in tree
 
 
-def _world_size(files: Files, model: list[Rank], groups: list[RankFileGroup]) -> int:
-    """Return how many ranks wrote the checkpoint, as file names and sharded tensors state it; if they do not, the
-    highest rank plus one.
+def _determine_world_size(files: Files, model: list[Rank], groups: list[RankFileGroup]) -> int:
+    """Return the number of ranks that wrote the checkpoint, from file names and sharded tensors; without such facts,
+    the highest rank plus one.
 
     Args:
         files: the files read.
-        model: what each rank has of the model; empty where there is none.
+        model: each rank's part of the model; empty if there is no model.
         groups: the groups of files that hold a model or an optimizer.
 
     Raises:
@@ -421,7 +428,7 @@ def _world_size(files: Files, model: list[Rank], groups: list[RankFileGroup]) ->
         for key, x in r.tree.items():
             if not is_sharded(x):
                 continue
-            s = _shards_of_rank(files, r, key, x)
+            s = _get_rank_shards(files, r, key, x)
             if s.world is not None:
                 stated.setdefault(s.world, f'"{key}" in {files.names[r.file]}')
             break
@@ -444,8 +451,8 @@ def _world_size(files: Files, model: list[Rank], groups: list[RankFileGroup]) ->
     return world
 
 
-def _shards_of_rank(files: Files, r: Rank, key: object, x: Opaque) -> Shards:
-    """Return what the file of rank `r` has of the sharded tensor `x`, which is stored under `key`.
+def _get_rank_shards(files: Files, r: Rank, key: object, x: Opaque) -> Shards:
+    """Return the shards of the sharded tensor `x` in the file of rank `r`; `key` is the tensor's key there.
 
     Raises:
         Corrupt: another rank wrote the tensor.
@@ -460,11 +467,11 @@ def _shards_of_rank(files: Files, r: Rank, key: object, x: Opaque) -> Shards:
     return out
 
 
-def column_of_ranks(files: Files, ranks: list[Rank], key: object) -> Column:
-    """Return what each rank has under a key, in the order of `ranks`.
+def collect_rank_values(files: Files, ranks: list[Rank], key: object) -> Column:
+    """Return each rank's value under a key, in the order of `ranks`.
 
     Raises:
-        Corrupt: a rank has nothing there.
+        Corrupt: a rank does not have the key.
     """
     missing = [r for r in ranks if key not in r.tree]
     if missing:
@@ -477,20 +484,20 @@ def column_of_ranks(files: Files, ranks: list[Rank], key: object) -> Column:
 
 
 def assemble_tensor(files: Files, ranks: list[Rank], name: str, column: Column) -> TensorEntry | Any:
-    """Put one tensor together from what each rank has of it. What no rank has sharded is taken whole from the first
-    rank, and may be a plain value.
+    """Assemble one tensor from the ranks' shards. If no rank has it sharded, the first rank's value is returned, which
+    may be a plain value.
 
     Args:
         files: the files read; copies that differ are added to it.
         ranks: the ranks' files.
         name: the name of the tensor, also its path.
-        column: what each of `ranks` has, in the same order.
+        column: each rank's value, in the order of `ranks`.
 
     Raises:
         Corrupt: the ranks contradict one another, or their shards do not cover the tensor.
     """
     if not any(is_sharded(x) for x in column):
-        return first_replica(files, ranks, name, column)
+        return select_first_replica(files, ranks, name, column)
     first: Rank | None = None
     shape: tuple[int, ...] = ()
     listed: Boxes | None = None
@@ -502,7 +509,7 @@ def assemble_tensor(files: Files, ranks: list[Rank], name: str, column: Column) 
                 f'{files.path(r.file)}: "{name}" is whole here and sharded in {files.names[ranks[0].file]}.',
                 code="CKPT0409",
             )
-        s = _shards_of_rank(files, r, name, x)
+        s = _get_rank_shards(files, r, name, x)
         if first is None:
             first, shape, dtype, listed = r, s.shape, s.dtype, s.listed
         elif (s.shape, s.dtype) != (shape, dtype):
@@ -536,8 +543,14 @@ def assemble_tensor(files: Files, ranks: list[Rank], name: str, column: Column) 
 
 
 def compare_replicas(files: Files, name: str, a: tuple[int, StoredTensor], b: tuple[int, StoredTensor]) -> None:
-    """Compare two copies of a tensor, each (number of the file, tensor), and add `b` to `files.unlike` if it differs
-    from `a`. CRC32s are compared, or the first 64 KiB where there are none for just these bytes.
+    """Compare two copies of a tensor, and add `b` to `files.unlike` if it differs from `a`. CRC32s are compared, or the
+    first 64 KiB if there is no CRC32 of exactly these bytes.
+
+    Args:
+        files: the files read.
+        name: name of the tensor.
+        a: (number of the file, tensor) of the kept copy.
+        b: the same of the other copy.
 
     Raises:
         Corrupt: they are different steps of a parameter.
@@ -552,22 +565,22 @@ def compare_replicas(files: Files, name: str, a: tuple[int, StoredTensor], b: tu
         return
     if name.endswith(".step") and a[1].numel == b[1].numel == 1:
         raise Corrupt(
-            f'{files.path(b[0])}: "{name}" is {format_step(inline_scalar(files, *b))}, in {files.names[a[0]]} it is '
-            f"{format_step(inline_scalar(files, *a))}. The files are of different steps; fetch the files of one save.",
+            f'{files.path(b[0])}: "{name}" is {format_step(read_inline(files, *b))}, in {files.names[a[0]]} it is '
+            f"{format_step(read_inline(files, *a))}. The files are of different steps; fetch the files of one save.",
             code="CKPT0409",
         )
     files.unlike.append(DifferentCopy(name, b[0], Extent(a[0], *a[1].extent)))
 
 
-def first_replica(files: Files, ranks: list[Rank], name: str, column: Column) -> TensorEntry | Any:
-    """Return what all ranks have whole, a tensor or a plain value: that of the first rank, after comparing the others,
-    which are added to `files.unlike` where they differ.
+def select_first_replica(files: Files, ranks: list[Rank], name: str, column: Column) -> TensorEntry | Any:
+    """Return the first rank's copy of a tensor or plain value that every rank has completely. The other copies are
+    compared, and those that differ are added to `files.unlike`.
 
     Args:
         files: the files read.
         ranks: the ranks' files.
         name: the name of the tensor or value.
-        column: what each of `ranks` has, in the same order.
+        column: each rank's copy, in the order of `ranks`.
 
     Raises:
         Corrupt: a rank has another kind, dtype or shape.
@@ -593,8 +606,12 @@ def first_replica(files: Files, ranks: list[Rank], name: str, column: Column) ->
 
 
 def record_other_copies(unlike: Sequence[DifferentCopy], ckpt: Checkpoint) -> None:
-    """Set `ckpt.others` to the copies that differ from the ones kept, under the names that the index has for these. A
-    copy of something that is not in the index is left out."""
+    """Set `ckpt.others` to the copies that differ from the kept ones.
+
+    Args:
+        unlike: the copies; a copy of an entry that is not in the index is left out.
+        ckpt: the index, from which the copies get their names.
+    """
     places: dict[int, list[tuple[int, str]]] = {}
     for name, t in ckpt.tensors.items() if unlike else ():
         for file, offset in zip(t.chunks.file, t.chunks.offset, strict=True):
@@ -616,14 +633,14 @@ def record_other_copies(unlike: Sequence[DifferentCopy], ckpt: Checkpoint) -> No
 
 
 def assemble_slot(files: Files, ranks: list[Rank], name: str, column: Column) -> Any:
-    """Put one slot of an optimizer together: a tensor in the shape of its parameter, or one value for all of it
+    """Assemble one slot of an optimizer: a tensor in the shape of its parameter, or one value for the parameter
     (`step`).
 
     Args:
         files: the files read; copies that differ are added to it.
         ranks: the ranks' files.
         name: the name of the slot.
-        column: what each of `ranks` has of it, in the same order; None where a rank has nothing.
+        column: each rank's value, in the order of `ranks`; None for a rank without one.
 
     Raises:
         Corrupt: a rank has another step, or lacks its part.
@@ -639,8 +656,8 @@ def assemble_slot(files: Files, ranks: list[Rank], name: str, column: Column) ->
     there = [(r, x) for r, x in zip(ranks, column, strict=True) if x is not None]
     first = there[0][1]
     if isinstance(first, StoredTensor) and prod(first.shape) > 1:
-        return first_replica(files, [r for r, _ in there], name, [x for _, x in there])
-    stated = [inline_scalar(files, r.file, x) for r, x in there]
+        return select_first_replica(files, [r for r, _ in there], name, [x for _, x in there])
+    stated = [read_inline(files, r.file, x) for r, x in there]
     for (r, _), value in zip(there, stated, strict=True):
         if not same_value(value, stated[0]):
             raise Corrupt(
@@ -651,14 +668,15 @@ def assemble_slot(files: Files, ranks: list[Rank], name: str, column: Column) ->
     return files.entry(there[0][0].file, first) if isinstance(first, StoredTensor) else first
 
 
-def inline_scalar(files: Files, file: int, x: object) -> Any:
-    """Return `x` with its bytes read if it is a tensor in file number `file`, else `x` itself, such as a number."""
+def read_inline(files: Files, file: int, x: object) -> Any:
+    """Return `x` with its bytes in memory if it is a tensor in file number `file`; any other value is returned
+    unchanged."""
     return stored_tensors.inline_tensors(x, files.reader(file), files.path(file)) if isinstance(x, StoredTensor) else x
 
 
 def format_step(x: object) -> str:
-    """Return a step, a number or a tensor that was read, as text for an error; in hexadecimal if its dtype is not that
-    of a number."""
+    """Return a step, a number or a tensor that was read, as text for an error; in hexadecimal if its dtype is not
+    numeric."""
     if isinstance(x, stored_tensors.Inline):
         n = stored_tensors.decode_number(x.dtype, x.data)
         return x.data.hex() if n is None else f"{n:g}"
@@ -686,15 +704,16 @@ def merge_other_state(files: Files, groups: dict[str, list[Rank]], taken: Mappin
         for top in tops:
             parts = [{p: x for p, x in leaves.items() if p[0] == top} for leaves in found]
             head: Path = ("extra", pattern, top) if top in there or any(p[0] == top for p in out) else (top,)
-            if len(ranks) == 1 or all(_equal_leaves(files, parts[0], p) for p in parts[1:]):
+            if len(ranks) == 1 or all(_are_leaves_equal(files, parts[0], p) for p in parts[1:]):
                 out.update({(*head, *p[1:]): x for p, x in parts[0].items()})
                 continue
             if top in _COUNTERS:
-                k = next(i for i, p in enumerate(parts) if not _equal_leaves(files, parts[0], p))
+                k = next(i for i, p in enumerate(parts) if not _are_leaves_equal(files, parts[0], p))
                 raise Corrupt(
-                    f'{files.path(ranks[k].file)}: "{top}" is {_short_value(parts[k])}, in '
+                    f'{files.path(ranks[k].file)}: "{top}" is {_describe_first_leaf(parts[k])}, in '
                     f"{files.names[ranks[0].file]} it is "
-                    f"{_short_value(parts[0])}. The files are from different steps; fetch the files of one save.",
+                    f"{_describe_first_leaf(parts[0])}. The files are from different steps; fetch the files of one "
+                    "save.",
                     code="CKPT0409",
                 )
             for r, part in zip(ranks, parts, strict=True):
@@ -702,14 +721,14 @@ def merge_other_state(files: Files, groups: dict[str, list[Rank]], taken: Mappin
     return out
 
 
-def _short_value(leaves: Leaves) -> str:
-    """Return the first of some leaves as short text for an error; "None" where there are none."""
+def _describe_first_leaf(leaves: Leaves) -> str:
+    """Return the first leaf as short text for an error; "None" if there is no leaf."""
     return short(next(iter(leaves.values()), None))
 
 
-def _equal_leaves(files: Files, a: Leaves, b: Leaves) -> bool:
-    """Return whether two ranks have the same {path: leaf} under a key: values are compared by value, tensors by their
-    CRC32, or by their first 64 MiB where there is none."""
+def _are_leaves_equal(files: Files, a: Leaves, b: Leaves) -> bool:
+    """Return whether two ranks have equal {path: leaf}. Tensors are compared by their CRC32, or by their first 64 MiB
+    without one."""
     if a.keys() != b.keys():
         return False
     for path, x in a.items():

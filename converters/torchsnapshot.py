@@ -51,12 +51,12 @@ from ckpttool.index.checkpoint import (
     Path,
     TensorEntry,
     joined,
-    of_rank,
+    make_per_rank_path,
     same_bytes,
     same_value,
 )
 from ckpttool.index.composites import shape_of
-from ckpttool.index.names import ROLES, canonical, with_canonical_keys
+from ckpttool.index.names import ROLES, make_canonical_state, with_canonical_keys
 from ckpttool.index.records import Records
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_orders
 from ckpttool.program import Program
@@ -76,7 +76,7 @@ _Entry = dict[str, Any]
 
 
 def detect(where: Place) -> tuple[bool, str]:
-    """Return whether a place is a folder with .snapshot_metadata; and, as text, why or why not."""
+    """Return whether a place is a folder with .snapshot_metadata, and the reason as text."""
     if where.file is not None:
         return False, "a folder; this is a file"
     yes = _METADATA in where.source.list()
@@ -87,14 +87,14 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     """Return the index of a snapshot.
 
     Raises:
-        Corrupt: the manifest is not one, or files are cut off. Unsafe: a pickle would run code.
-        Unsupported: the manifest is YAML, or ranks have tensors of their own under one name, or quantized ones.
+        Corrupt: the manifest is damaged, or files are cut off. Unsafe: a pickle would run code.
+        Unsupported: the manifest is YAML, or ranks have different tensors under one name, or a tensor is quantized.
     """
     source = where.source
     world, entries = _read_manifest(source)
     reading = _Reading(source, world, entries, options)
     named = with_canonical_keys(
-        canonical(
+        make_canonical_state(
             reading.leaves(),
             shape_of,
             options.like and options.like.optimizer,
@@ -148,8 +148,14 @@ class _Reading:
     def __init__(
         self, source: Source, world: int, entries: Mapping[_Key, Mapping[int, _Entry]], options: ReadOptions
     ) -> None:
-        """Find the dicts and lists among the entries, {keys of a path: {rank: entry}}, for a snapshot of `world`
-        ranks."""
+        """Find the dicts and lists among the entries.
+
+        Args:
+            source: the snapshot.
+            world: its number of ranks.
+            entries: {keys of a path: {rank: entry}} of the manifest.
+            options: those of the read.
+        """
         self.source, self.world, self.entries, self.options = source, world, entries, options
         self.what = f"{source.root}/{_METADATA}"
         self.files: list[str] = []
@@ -161,10 +167,10 @@ class _Reading:
             for key, rows in entries.items()
             if any(e["type"] in _CONTAINERS for e in rows.values())
         }
-        self.texts = {key: frozenset(_text_keys(entry)) for key, entry in self.containers.items()}
+        self.texts = {key: frozenset(_list_text_keys(entry)) for key, entry in self.containers.items()}
 
     def leaves(self) -> dict[Path, Any]:
-        """Return {path in the tree: TensorEntry or data}; lists of data alone are one value.
+        """Return {path in the tree: TensorEntry or data}; a list of plain values is one leaf.
 
         Raises:
             Corrupt: manifest and files contradict. Unsupported: ranks have tensors of their own under one name, and
@@ -183,7 +189,7 @@ class _Reading:
         for key, rows in self.entries.items():
             if key in self.containers:
                 continue
-            path = self._tree_path(key)
+            path = self._to_tree_path(key)
             role = ROLES.get(key[0])
             if any(e["type"] in _SHARDED for e in rows.values()):
                 out[path] = self._read_sharded(path, rows)
@@ -199,13 +205,15 @@ class _Reading:
             out.update(ours)
             for rank in others:
                 theirs = self._read_leaf(path, rows[rank])
-                if self._are_equal(ours, theirs):
+                if self._has_equal_leaves(ours, theirs):
                     continue
                 if role in ("model", "optim"):
                     copies.append(joined(path))
                     continue
                 differing.append(joined(path))
-                out.update({of_rank(rank, p): _with_path(of_rank(rank, p), x) for p, x in theirs.items()})
+                out.update(
+                    {make_per_rank_path(rank, p): _with_path(make_per_rank_path(rank, p), x) for p, x in theirs.items()}
+                )
         if copies and not self.options.allow_equal_ranks:
             raise Unsupported(
                 f"{self.what}: several ranks have their own {copies[0]}, neither sharded nor replicated (and "
@@ -226,8 +234,9 @@ class _Reading:
         self._fold_containers(out)
         return out
 
-    def _tree_path(self, key: _Key) -> Path:
-        """Return the path of a key in the tree: positions in lists are integers, integer keys of dicts are Numbers.
+    def _to_tree_path(self, key: _Key) -> Path:
+        """Return the path in the tree for the keys of an entry: positions in lists are integers, integer keys of dicts
+        are `Number`s.
 
         Raises:
             Corrupt: an item of a list has no position.
@@ -252,7 +261,7 @@ class _Reading:
         Raises:
             Corrupt: items of a list are missing.
         """
-        containers = {self._tree_path(key): entry for key, entry in self.containers.items()}
+        containers = {self._to_tree_path(key): entry for key, entry in self.containers.items()}
         below: dict[Path, list[Path]] = {}
         apart: set[Path] = set()  # containers that stay taken apart, since a tensor or a dict is in them
         for path, leaf in out.items():
@@ -291,17 +300,21 @@ class _Reading:
         if kind == "ChunkedTensor":
             return {path: self._make_tensor(path, entry.get("chunks"), _parse_numbers(entry.get("shape"), what), what)}
         if kind == "object":
-            name, file, first, end = self._byte_range(entry, what)
+            name, file, first, end = self._find_byte_range(entry, what)
             read_at = self.source.reader_of(name)
             tree = torch_zip.read(read_at, first, end - first, f"{self.source.root}/{name}")
-            found, records = stored_tensors.leaves(tree, path, file, read_at, f"{self.source.root}/{name}")
+            found, records = stored_tensors.read_leaves(tree, path, file, read_at, f"{self.source.root}/{name}")
             self.records += records
             return found
         return {path: _parse_primitive(kind, entry.get("serialized_value"), what)}
 
     def _read_sharded(self, path: Path, rows: Mapping[int, _Entry]) -> TensorEntry:
-        """Put a tensor together of the shards of all ranks, `rows` {rank: entry}; its shape is that of the box around
+        """Return a tensor that is assembled from the shards of all ranks. Its shape is that of the smallest box around
         them.
+
+        Args:
+            path: its path in the tree.
+            rows: {rank: entry}.
 
         Raises:
             Corrupt: a rank has no shards, or they do not fit.
@@ -326,16 +339,16 @@ class _Reading:
         return self._make_tensor(path, list(shards.values()), shape, what)
 
     def _make_tensor(self, path: Path, boxes: Any, shape: tuple[int, ...], what: str) -> TensorEntry:
-        """Make a tensor of boxes that ranks have of it, each once.
+        """Return the entry of a tensor whose chunks are the given boxes.
 
         Args:
             path: its path in the tree.
             boxes: entries of the manifest, each with offsets, sizes and a tensor.
-            shape: of the whole.
+            shape: shape of the complete tensor.
             what: its name in messages.
 
         Raises:
-            Corrupt: there are none, or one has another dtype or shape than it should.
+            Corrupt: there is no box, or one has another dtype or shape than it should.
         """
         chunks = Chunks(len(shape))
         dtype = ""
@@ -369,7 +382,7 @@ class _Reading:
         Raises:
             Corrupt: the file holds another tensor. Unsupported: it is quantized.
         """
-        name, file, first, end = self._byte_range(entry, what)
+        name, file, first, end = self._find_byte_range(entry, what)
         if entry.get("serializer") == "buffer_protocol":
             return file, first, end - first
         if entry.get("serializer") != "torch_save":
@@ -383,12 +396,12 @@ class _Reading:
             raise Corrupt(f"{what}: {name} holds {short(t)}, the manifest says {dtype} {list(shape)}.", code="CKPT0412")
         return (file, *t.extent)
 
-    def _byte_range(self, entry: _Entry, what: str) -> tuple[str, int, int, int]:
-        """Return (name of the file of an entry, its number, first byte, end); without a range it is the whole file.
-        `what` names the entry in messages.
+    def _find_byte_range(self, entry: _Entry, what: str) -> tuple[str, int, int, int]:
+        """Return (name of the file of an entry, its number, first byte, end). An entry without a range is the complete
+        file. `what` is the name of the entry in messages.
 
         Raises:
-            Corrupt: the range is none, or not in the file.
+            Corrupt: the range is damaged, or exceeds the file.
         """
         name, found = entry.get("location"), entry.get("byte_range")
         if not isinstance(found, list | None):
@@ -421,9 +434,9 @@ class _Reading:
             )
         return name
 
-    def _are_equal(self, a: Mapping[Path, Any], b: Mapping[Path, Any]) -> bool:
-        """Return whether two ranks' leaves, {path: leaf}, are the same: values, and the bytes of small tensors. Large
-        tensors count as different."""
+    def _has_equal_leaves(self, a: Mapping[Path, Any], b: Mapping[Path, Any]) -> bool:
+        """Return whether two ranks have equal leaves, {path: leaf}: equal values, and equal bytes of small tensors.
+        Tensors of more than 64 bytes count as different."""
         if a.keys() != b.keys():
             return False
         for path, x in a.items():
@@ -447,7 +460,7 @@ class _Reading:
         )
 
 
-def _text_keys(container: _Entry) -> list[Any]:
+def _list_text_keys(container: _Entry) -> list[Any]:
     """Return the keys of a dict in the manifest that are text; its others are integers."""
     keys = container.get("keys")
     return [k for k in keys if isinstance(k, str)] if isinstance(keys, list) else []

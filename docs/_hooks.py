@@ -23,10 +23,10 @@ import typer.main
 import ckpttool
 from ckpttool.cli.main import app
 from ckpttool.codes import load_codes
-from ckpttool.engine.doctor.checks import kinds_from_data, load_checks
+from ckpttool.engine.doctor.checks import list_kinds_from_data, load_checks
 from ckpttool.engine.doctor.findings import KINDS, ordered_kinds
 from ckpttool.errors import EXIT_CODES
-from ckpttool.layouts import for_trainers, layouts
+from ckpttool.layouts import layouts, list_resuming_programs
 from ckpttool.resume.diagnosis.kinds import list_kinds
 
 #: What an option takes -> how the table shows it.
@@ -110,7 +110,7 @@ def layouts_table() -> str:
 def findings_table() -> str:
     """Every kind of finding of doctor, in the order in which it lists them, each with a link to what says more."""
     load_checks()
-    from_data = kinds_from_data()
+    from_data = list_kinds_from_data()
     rows = (
         f"| [`{kind}`](#{KINDS[kind].section}) | {KINDS[kind].meaning} | {'yes' if kind in from_data else ''} |"
         for kind in ordered_kinds()
@@ -120,7 +120,7 @@ def findings_table() -> str:
 
 def rows_table(table: str) -> str:
     """A table of the rows that layouts and trainers have for it; those that `--for` writes come first."""
-    resumed = {layout.name: name for name, (layout, program) in for_trainers().items() if not program.refused}
+    resumed = {layout.name: name for name, (layout, program) in list_resuming_programs().items() if not program.refused}
     known = layouts()
     order = [*resumed, *(name for name in known if name not in resumed)] if "layouts" not in table else [*known]
     lines = []

@@ -150,7 +150,7 @@ def forked() -> Iterator[None]:
         statuses = NURSERIES.launch(
             world, ["-m", "ckpttool.resume.ranks.worker", folder], Path(folder) / "log", **{**ENVIRONMENT, "TOKENIZERS_PARALLELISM": "false"}
         )  # fmt: skip
-        resume_ranks.pass_on_status(folder, 0, status)
+        resume_ranks.forward_status_lines(folder, 0, status)
         if any(statuses):
             resume_ranks.raise_rank_error(folder, dict(enumerate(statuses)))
 

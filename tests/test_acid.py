@@ -17,8 +17,8 @@ from commands import ckpttool_here
 from safetensors.numpy import save_file
 
 import ckpttool
-from ckpttool.acid.child import describe
-from ckpttool.acid.kit import choose_cases, open_kit, read_expected
+from ckpttool.acid.child import describe_value
+from ckpttool.acid.kit import choose_cases, open_kit, read_expected_state
 from ckpttool.acid.run import acid
 from ckpttool.errors import Corrupt, NotRecognised, Unsafe, Unsupported, UsageError
 from fixtures import acid_kit
@@ -49,10 +49,10 @@ def test_what_is_expected_is_what_torch_reads() -> None:
     with open_kit(None) as cases:
         read = 0
         for case in (c for c in choose_cases(cases, ("dcp_awkward", "dcp_zstd", "full_*")) if c.expect == "state"):
-            expected = read_expected(case)
+            expected = read_expected_state(case)
             assert expected is not None
             found = torch_program.load(str(case.folder / case.path), case.about)
-            assert {k: describe(found[k]) for k in expected.tensors} == expected.tensors, case.name
+            assert {k: describe_value(found[k]) for k in expected.tensors} == expected.tensors, case.name
             assert {k: found[k] for k in expected.values} == expected.values, case.name
             read += 1
         assert read == 6
@@ -85,10 +85,10 @@ def test_ckpttool_reads_the_golden_cases_and_refuses_the_broken_ones() -> None:
                     ckpttool.verify(path, read_data=True, **how)
                     accepted.add(case.name)
                 continue
-            expected = read_expected(case)
+            expected = read_expected_state(case)
             assert expected is not None
             with ckpttool.open(path, **how) as opened:
-                found = {k: describe(opened[k].numpy()) for k in opened}
+                found = {k: describe_value(opened[k].numpy()) for k in opened}
                 values = {k: v.data for k, v in opened.checkpoint.values.items()}
             tied = {k for names in case.tied for k in names if k not in found}
             assert {k: found.get(k) for k in expected.tensors.keys() - tied} == {

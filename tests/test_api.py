@@ -18,7 +18,7 @@ from peers import FIXTURES, REPOSITORY
 
 import ckpttool
 from ckpttool.errors import UsageError
-from ckpttool.layouts import READ_HINTS, WRITE_HINTS, flags_of, layouts
+from ckpttool.layouts import READ_HINTS, WRITE_HINTS, layouts, list_layout_flags
 
 DCP = FIXTURES / "fsdp2_w3" / "ckpt"
 FUNCTIONS = ("convert", "diff", "digest", "doctor", "export", "inspect", "load", "open", "plan", "pull", "push", "restore", "resume_verify", "storage_reader", "verify")  # fmt: skip
@@ -138,7 +138,7 @@ def test_every_option_of_a_layout_has_a_sentence_and_every_layout_has_its_names(
     names: list[str] = []
     for layout in layouts().values():
         names += [layout.name, *layout.aliases]
-        for flag, field in flags_of(layout).items():
+        for flag, field in list_layout_flags(layout).items():
             assert re.fullmatch(r"--[a-z0-9-]+", flag) and field.metadata["help"].endswith("."), flag
     assert len(set(names)) == len(names)
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpttool
-from ckpttool.bounded_json import MAX_DEPTH, _outside_strings, parse
+from ckpttool.bounded_json import MAX_DEPTH, _extract_structure, parse
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe
 
 VALUES = st.recursive(
@@ -42,7 +42,7 @@ def counts(x: Any) -> tuple[int, int, int]:
 @given(VALUES, st.booleans(), st.sampled_from((None, 1)))
 def test_what_is_counted_is_what_the_text_holds(x: Any, escaped: bool, indent: int | None) -> None:
     text = json.dumps(x, ensure_ascii=escaped, indent=indent).encode()
-    structure, strings = _outside_strings(text)
+    structure, strings = _extract_structure(text)
     assert (structure.count(b"["), structure.count(b"{"), strings) == counts(x)
     assert parse(text, "x") == x
 

@@ -17,13 +17,13 @@ from commands import ckpttool_here
 
 from ckpttool import errors
 from ckpttool.cli.main import list_commands, list_flags
-from ckpttool.codes import Code, code_number, load_codes
+from ckpttool.codes import Code, get_code_prefix, load_codes
 from ckpttool.engine.workers.part_requests import encode_error, parse_answer
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = [*(ROOT / "ckpttool").rglob("*.py"), *(ROOT / "converters").rglob("*.py")]
 KNOWN = load_codes()
-EXITS = {code_number(code): code for code, _ in errors.EXIT_CODES if code}
+EXITS = {get_code_prefix(code): code for code, _ in errors.EXIT_CODES if code}
 #: Places that raise an error with the general code of its exit code. Give a new one a code of its own, or one of those
 #: that there are; the number may only become smaller.
 MOST_GENERAL = 32
@@ -112,8 +112,8 @@ def test_every_option_that_the_catalogue_names_is_one_of_a_command() -> None:
 
 
 def test_the_code_of_every_place_has_the_exit_code_of_its_class() -> None:
-    assert [row for row, code, _ in RAISED if code[4:6] != code_number(CLASSES[row.split()[1]].exit_code)] == []
-    assert {c.__name__: c.code for c in CLASSES.values() if c.code[4:6] != code_number(c.exit_code)} == {}
+    assert [row for row, code, _ in RAISED if code[4:6] != get_code_prefix(CLASSES[row.split()[1]].exit_code)] == []
+    assert {c.__name__: c.code for c in CLASSES.values() if c.code[4:6] != get_code_prefix(c.exit_code)} == {}
 
 
 def test_every_code_is_raised_somewhere_and_few_places_have_a_general_one() -> None:

@@ -235,12 +235,12 @@ MOST_NAMES_IN_THE_CORE = 10
 
 def names_of_layouts_and_trainers() -> set[str]:
     """What layouts, trainers and the programs of `--for` are called; torch is also a package."""
-    from ckpttool.layouts import BUILT_IN, for_trainers
+    from ckpttool.layouts import BUILT_IN, list_resuming_programs
 
     known = [x for module in BUILT_IN for x in importlib.import_module(module).LAYOUTS]
     titles = {x.title.removeprefix("directory of ") for x in known if x.of_trainer}
     trees = {x.program.tree.name for x in known if x.program.tree is not None}
-    return {*(x.name for x in known), *titles, *trees, *for_trainers()} - {"torch", "deepspeed"}
+    return {*(x.name for x in known), *titles, *trees, *list_resuming_programs()} - {"torch", "deepspeed"}
 
 
 def is_about_a_layout(node: ast.AST, parents: Mapping[ast.AST, ast.AST]) -> bool:

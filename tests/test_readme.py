@@ -30,7 +30,7 @@ from typer.testing import CliRunner
 
 import ckpttool
 from ckpttool.cli.main import app
-from ckpttool.layouts import for_trainers, layouts
+from ckpttool.layouts import layouts, list_resuming_programs
 from ckpttool.watching.watch import Watcher
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -344,7 +344,7 @@ def test_the_table_of_trainers_is_true(page: str, tmp_path: Path) -> None:
     name, _, resumes, *state = [cell.strip() for cell in row.strip("|").split("|")]
     assert f"**{layout}**" in name
     assert resumes == (
-        "yes" if layout in {x.name for x, program in for_trainers().values() if not program.refused} else "no"
+        "yes" if layout in {x.name for x, program in list_resuming_programs().values() if not program.refused} else "no"
     )
     with ckpttool.open(FIXTURES / checkpoint) as opened:
         found = {str(path[0]) for path in opened.checkpoint.leaves()}

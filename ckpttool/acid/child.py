@@ -30,15 +30,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["describe", "main"]
+__all__ = ["describe_value", "main"]
 
 #: The file that code in a malicious checkpoint makes, in the folder in which a function runs.
 CANARY = "acid-canary"
 
 
-def describe(value: Any) -> Any:
-    """Return [dtype, shape, SHA-256 of the elements, row-major] of a tensor of torch or an array of numpy, and any
-    other value as JSON has it, or as its text."""
+def describe_value(value: Any) -> Any:
+    """Return a value that a program has loaded as plain data, to compare it.
+
+    Returns:
+        [dtype, shape, SHA-256 of the elements, row-major] of a tensor of torch or an array of numpy; str, bool, int,
+        float and None unchanged; at most 200 characters of `repr` for anything else.
+    """
     if hasattr(value, "detach"):  # torch's, also a subclass that lies elsewhere
         import torch
 
@@ -51,7 +55,11 @@ def describe(value: Any) -> Any:
 
 
 def _import_program(path: str) -> Any:
-    """Return the module in the file at `path`."""
+    """Import the Python file at `path`, and return the module.
+
+    Raises:
+        ImportError: it is not a Python file. Anything that the file raises.
+    """
     spec = importlib.util.spec_from_file_location("acid_program", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
@@ -61,37 +69,51 @@ def _import_program(path: str) -> Any:
     return module
 
 
-def _introduce(module: Any, path: str) -> dict[str, Any]:
-    """Return what a program says of itself: the first answer."""
+def _describe_program(module: Any, path: str) -> dict[str, Any]:
+    """Return the first answer of this process: the name, the functions and the claims of the tested program.
+
+    Args:
+        module: the program.
+        path: its file; the name of that is its name if it has no NAME.
+    """
     return {
         "status": "ok",
         "name": str(getattr(module, "NAME", Path(path).stem)),
         "versions": {str(k): str(v) for k, v in getattr(module, "VERSIONS", {}).items()},
         "functions": [f for f in ("load", "save", "list", "verify") if callable(getattr(module, f, None))],
-        "claims": {k: _list_texts(v) for k, v in module.CLAIMS.items()} if hasattr(module, "CLAIMS") else None,
-        "saves": _list_texts(getattr(module, "SAVES", ())),
+        "claims": {k: _as_list_of_texts(v) for k, v in module.CLAIMS.items()} if hasattr(module, "CLAIMS") else None,
+        "saves": _as_list_of_texts(getattr(module, "SAVES", ())),
         "widens": bool(getattr(module, "WIDENS", False)),
     }
 
 
-def _list_texts(given: Any) -> list[str]:
-    """Return a list of texts, of which one may be given alone: ("weights") is no tuple."""
+def _as_list_of_texts(given: Any) -> list[str]:
+    """Return a string as a list of one, and any other collection of strings as a list: ("weights") is not a tuple."""
     return [given] if isinstance(given, str) else list(given)
 
 
-def _read_expected(folder: str) -> dict[str, Any]:
-    """Return the tensors that a case holds, for a program to save: of torch, if the program has imported that, or else
-    of numpy."""
+def _read_expected_tensors(folder: str) -> dict[str, Any]:
+    """Return {name: tensor} of a case, for the function `save` of the tested program.
+
+    The tensors are those of torch if the program has imported it, otherwise arrays of numpy.
+
+    Args:
+        folder: the folder of the case.
+    """
     read = importlib.import_module("safetensors.torch" if "torch" in sys.modules else "safetensors.numpy").load_file
     return dict(read(os.path.join(folder, "expected.safetensors")))
 
 
-def _call(module: Any, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Call the function that a request names, and return what it gave: `entries` and `left_out` of load and save, where
-    save is followed by a load, `names` of list, nothing of verify.
+def _call_function(module: Any, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Call the function of the tested program that a request names, and return what it returned.
+
+    Returns:
+        {"entries", "left_out"} of load, and of save, after which load is called on the result; {"names"} of list; {} of
+        verify.
 
     Raises:
-        Exception: whatever the function raises. TypeError: it returned something else than it has to.
+        TypeError: the function returned something else than it has to.
+        Exception: anything that the function raises.
     """
     function = request["function"]
     if function == "verify":
@@ -102,39 +124,48 @@ def _call(module: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     path = request["path"]
     if function == "save":
         path = os.path.join(os.getcwd(), "saved")
-        module.save(_read_expected(request["folder"]), path, request["about"]["layout"])
+        module.save(_read_expected_tensors(request["folder"]), path, request["about"]["layout"])
     found, left_out = module.load(path, request["about"]), []
     if isinstance(found, tuple):
         found, left_out = found
     if not isinstance(found, Mapping):
         raise TypeError(f"load returned {type(found).__name__}, not a dict of names to tensors")
-    return {"entries": {str(k): describe(v) for k, v in found.items()}, "left_out": sorted(map(str, left_out))}
+    return {"entries": {str(k): describe_value(v) for k, v in found.items()}, "left_out": sorted(map(str, left_out))}
 
 
-def _shorten(error: BaseException) -> str:
-    """Return the class and the text of an error, without the middle of a long one."""
+def _shorten_error(error: BaseException) -> str:
+    """Return the class and the message of an exception, without the middle of a message that has 1000 characters or
+    more."""
     text = f"{type(error).__name__}: {error}"
     return text if len(text) < 1000 else f"{text[:400]} ...\n{text[-600:]}"
 
 
-def _run_in_fork(module: Any, request: Mapping[str, Any], report: str) -> None:
-    """Answer a request in a process that ends with it; the answer is written to the file `report`."""
+def _answer_in_fork(module: Any, request: Mapping[str, Any], report: str) -> None:
+    """Answer a request in this process, a fork, and end the process.
+
+    Args:
+        report: the file to which the answer is written, as JSON.
+    """
     os.setsid()
     with open(os.devnull, "r+b") as null:  # what the program prints is no part of the protocol
         for number in (0, 1, 2):
             os.dup2(null.fileno(), number)
     try:
-        answer = {"status": "ok", **_call(module, request)}
+        answer = {"status": "ok", **_call_function(module, request)}
     except BaseException as e:
-        answer = {"status": "error", "message": _shorten(e)}
+        answer = {"status": "error", "message": _shorten_error(e)}
     with open(report + ".part", "w", encoding="utf-8") as file:
         json.dump(answer, file)
     os.rename(report + ".part", report)
     os._exit(0)
 
 
-def _wait(child: int, seconds: float) -> tuple[bool, int]:
-    """Wait for a process, and kill it and its children after `seconds`: (whether it ended by itself, its status)."""
+def _wait_for_process(child: int, seconds: float) -> tuple[bool, int]:
+    """Wait for a process; after `seconds`, kill it and its children.
+
+    Returns:
+        (whether it ended by itself, its status as `os.waitpid` returns it).
+    """
     end, ended, status = time.monotonic() + seconds, 0, 0
     try:
         while not ended and time.monotonic() < end:
@@ -149,8 +180,9 @@ def _wait(child: int, seconds: float) -> tuple[bool, int]:
     return bool(ended), status
 
 
-def _answer(module: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Answer a request: copy the case to a folder of its own, call the function there, and look for the canary."""
+def _answer_request(module: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer to a request: copy the case to a temporary folder, call the function there in a fork, and look
+    for the canary."""
     with tempfile.TemporaryDirectory(prefix="acid-") as work:
         case = os.path.join(work, "case")
         shutil.copytree(request["folder"], case, ignore=shutil.ignore_patterns("case.json", "expected*"))
@@ -163,10 +195,10 @@ def _answer(module: Any, request: dict[str, Any]) -> dict[str, Any]:
         child = os.fork()
         if not child:
             try:
-                _run_in_fork(module, request, report)
+                _answer_in_fork(module, request, report)
             finally:
                 os._exit(1)
-        ended, status = _wait(child, request["seconds"])
+        ended, status = _wait_for_process(child, request["seconds"])
         os.chdir("/")
         if not ended:
             answer: dict[str, Any] = {"status": "hung", "message": f"no answer in {request['seconds']:g} s"}
@@ -181,17 +213,17 @@ def _answer(module: Any, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(path: str) -> None:
-    """Introduce the program in the file at `path`, and answer requests until stdin ends."""
+    """Import the program at `path`, print its description, and answer requests from stdin until that ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
     try:
         module = _import_program(path)
-        introduction = _introduce(module, path)
+        introduction = _describe_program(module, path)
     except BaseException as e:  # also sys.exit of a script that is not made to be imported
-        return print(json.dumps({"status": "error", "message": _shorten(e)}), file=answers)
+        return print(json.dumps({"status": "error", "message": _shorten_error(e)}), file=answers)
     print(json.dumps(introduction), file=answers)
     for line in sys.stdin:
-        print(json.dumps(_answer(module, json.loads(line))), file=answers)
+        print(json.dumps(_answer_request(module, json.loads(line))), file=answers)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ from typing import Any
 from ..bounded_json import parse
 from ..engine.copy.dtypes import numpy_dtype
 from ..errors import Corrupt, NotRecognised, Unsupported, UsageError, argument
-from ..formats.safetensors_header import slots
+from ..formats.safetensors_header import read_slots
 from ..storage.sources import open_source
 
-__all__ = ["KIT_VERSION", "Case", "Expected", "choose_cases", "open_kit", "read_expected"]
+__all__ = ["KIT_VERSION", "Case", "Expected", "choose_cases", "open_kit", "read_expected_state"]
 
 KIT_VERSION = 1
 
@@ -84,23 +84,29 @@ class Expected:
 
 @contextmanager
 def open_kit(path: str | None) -> Iterator[list[Case]]:
-    """Yield the cases of a kit, which is unpacked while the context lasts.
+    """Yield the cases of a kit; a packed kit is unpacked to a temporary folder while the block runs.
 
     Args:
         path: a .tar.xz, or a folder with the unpacked kit; None: the one that comes with ckpttool.
 
     Raises:
-        NotRecognised: it is no kit. Corrupt: it is damaged. Unsupported: it is of another version.
+        NotRecognised: it is not a kit.
+        Corrupt: it is damaged.
+        Unsupported: it is of another version.
     """
     kit = Path(path) if path is not None else Path(str(files("ckpttool.acid").joinpath("kit.tar.xz")))
     with TemporaryDirectory(prefix="ckpttool-acid-") as work:
         if not kit.is_dir():
-            _unpack(kit, work)
-        yield _list_cases(kit if kit.is_dir() else Path(work), str(kit))
+            _unpack_kit(kit, work)
+        yield _read_cases(kit if kit.is_dir() else Path(work), str(kit))
 
 
 def choose_cases(cases: Sequence[Case], patterns: Sequence[str]) -> list[Case]:
-    """Return the cases whose names match one of some globs, in the kit's order; all of them if there are no globs.
+    """Return the cases whose names match at least one glob, in the kit's order; all cases if there are no globs.
+
+    Args:
+        cases: all cases of the kit.
+        patterns: the globs.
 
     Raises:
         UsageError: a glob matches no name.
@@ -113,11 +119,12 @@ def choose_cases(cases: Sequence[Case], patterns: Sequence[str]) -> list[Case]:
     return [c for c in cases if not patterns or any(fnmatchcase(c.name, p) for p in patterns)]
 
 
-def _unpack(kit: Path, folder: str) -> None:
-    """Unpack a kit.
+def _unpack_kit(kit: Path, folder: str) -> None:
+    """Unpack the .tar.xz of a kit to a folder.
 
     Raises:
-        NotRecognised: there is no such file, or it is not a .tar.xz. Corrupt: it is cut or damaged.
+        NotRecognised: the file does not exist, or is not a .tar.xz.
+        Corrupt: it is cut off or damaged.
     """
     try:
         with tarfile.open(kit, "r:xz") as packed:
@@ -130,7 +137,7 @@ def _unpack(kit: Path, folder: str) -> None:
         ) from None
 
 
-def _list_cases(folder: Path, what: str) -> list[Case]:
+def _read_cases(folder: Path, what: str) -> list[Case]:
     """List the cases of an unpacked kit, in its order.
 
     Args:
@@ -162,10 +169,10 @@ def _list_cases(folder: Path, what: str) -> list[Case]:
 
 
 def _read_case(folder: Path) -> Case:
-    """Read a case.json.
+    """Read the case.json in the folder of a case.
 
     Raises:
-        FileNotFoundError, KeyError: something of it is missing.
+        FileNotFoundError, KeyError: the file, or a field of it, is missing.
     """
     said = parse((folder / "case.json").read_bytes(), f"{folder.name}/case.json")
     return Case(
@@ -185,24 +192,31 @@ def _read_case(folder: Path) -> Case:
     )
 
 
-def read_expected(case: Case) -> Expected | None:
-    """Read the state that a case holds; None if it has to be refused."""
+def read_expected_state(case: Case) -> Expected | None:
+    """Return the state that a case holds; None if the case has to be refused."""
     if case.expect == "refused":
         return None
-    tensors, widened = _read_digests(case.folder, "expected.safetensors")
+    tensors, widened = _read_tensor_digests(case.folder, "expected.safetensors")
     other = "expected_as_stored.safetensors"
-    stored = _read_digests(case.folder, other)[0] if (case.folder / other).exists() else {}
+    stored = _read_tensor_digests(case.folder, other)[0] if (case.folder / other).exists() else {}
     values = parse((case.folder / "expected.json").read_bytes(), f"{case.name}/expected.json")["values"]
     return Expected(tensors, widened, values, stored)
 
 
-def _read_digests(folder: Path, name: str) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-    """Return {tensor: [dtype, shape, SHA-256]} of a safetensors file in a folder, and the same in float32."""
+def _read_tensor_digests(folder: Path, name: str) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+    """Hash the tensors of a safetensors file.
+
+    Args:
+        folder, name: the folder and the name of the file.
+
+    Returns:
+        {tensor: [dtype, shape, SHA-256 of the elements]}, and the same for the tensors converted to float32.
+    """
     import numpy as np
 
     data = (folder / name).read_bytes()
     with open_source(str(folder)) as source:
-        found = slots(source, name)
+        found = read_slots(source, name)
     tensors: dict[str, list[Any]] = {}
     widened: dict[str, list[Any]] = {}
     for key, slot in found.items():

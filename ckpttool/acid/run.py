@@ -16,8 +16,16 @@ from typing import Any
 
 from ..bounded_json import encode, parse
 from ..errors import NotRecognised, UsageError, argument
-from .kit import KIT_VERSION, Case, choose_cases, open_kit, read_expected
-from .scoring import FAILURES, PARTS, Row, doubt_refusals, judge, list_functions, list_parts
+from .kit import KIT_VERSION, Case, choose_cases, open_kit, read_expected_state
+from .scoring import (
+    FAILURES,
+    PARTS,
+    Row,
+    judge_answers,
+    list_called_functions,
+    list_handled_parts,
+    mark_unproven_refusals,
+)
 
 __all__ = ["AcidResult", "acid"]
 
@@ -54,11 +62,11 @@ class AcidResult:
 
     @property
     def passed(self) -> bool:
-        """Return whether there is no failure: nothing wrong, lost, accepted, executed, crashed or hung."""
+        """Whether no verdict is a failure: wrong, lost, accepted, ran code, crashed or hung."""
         return not any(v in FAILURES for row in self.rows for v in row.verdicts.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as --json prints it."""
+        """Return the result as plain data, as --json prints it."""
         return {
             "program": self.program,
             "versions": dict(self.versions),
@@ -101,7 +109,15 @@ class _Session:
         self.introduction = self._read(_IMPORT_SECONDS)
 
     def ask(self, case: Case, function: str, seconds: float) -> dict[str, Any]:
-        """Call a function of the program on a case: its answer (child.py)."""
+        """Call a function of the tested program on a case.
+
+        Args:
+            function: "load", "save", "list" or "verify".
+            seconds: time limit of the call.
+
+        Returns:
+            The answer of the process, as described in child.py; its "status" is "crashed" or "hung" if there was none.
+        """
         request = {"function": function, "folder": str(case.folder), "path": case.path, "about": dict(case.about)}
         assert self._process.stdin is not None
         try:
@@ -112,7 +128,11 @@ class _Session:
         return self._read(seconds + 60)
 
     def _read(self, seconds: float) -> dict[str, Any]:
-        """Read an answer; "crashed" or "hung" if the process itself gives none."""
+        """Read an answer of the process; the process is killed after `seconds`.
+
+        Returns:
+            The answer, or one with the status "crashed" or "hung" if the process gives none.
+        """
         assert self._process.stdout is not None
         end = time.monotonic() + seconds
         timer = threading.Timer(seconds, self._process.kill)
@@ -127,20 +147,21 @@ class _Session:
         return answer
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._process.kill()
         self._process.communicate()
 
 
-def _refuse_untestable(program: str, said: Mapping[str, Any]) -> None:
-    """Refuse a program that cannot be imported, or of which a part would be left out without a word.
+def _refuse_untestable_program(program: str, said: Mapping[str, Any]) -> None:
+    """Raise UsageError if a program cannot be imported, or declares something that could not be tested.
 
     Args:
-        said: what it says of itself (child.py).
+        program: path of the program.
+        said: the first answer of its process (child.py).
 
     Raises:
-        UsageError: it cannot be imported; it has some of what a save is tested with, and not all; it claims a part that
-            there is not.
+        UsageError: it cannot be imported; it has some of `save`, `SAVES` and `load`, which a test of `save` needs, but
+            not all; it claims an unknown part.
     """
     if said["status"] != "ok":
         raise UsageError(
@@ -172,21 +193,23 @@ def acid(
     python: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> AcidResult:
-    """Run a program over the cases of a kit, and judge what it makes of each.
+    """Run a program that reads checkpoints over the cases of a kit, and judge its answers on each.
 
     Args:
         program: a Python file with the functions load, save, list and verify, or some of them.
         kit: a .tar.xz or a folder; None: the one that comes with ckpttool.
-        cases: globs of the names of cases; none: all.
-        seconds: the limit of each call.
-        processes: how many processes share the cases.
+        cases: globs for the names of cases; (): all cases.
+        seconds: time limit of each call.
+        processes: number of processes that share the cases.
         python: the interpreter that runs the program; None: the one that runs ckpttool.
         progress: called with (cases done, all cases).
 
     Raises:
-        NotRecognised: there is no such program, or it is no kit. Unsupported: it is a kit of another version.
-        Corrupt: the kit is damaged. UsageError: the program cannot be imported, has nothing to call, or claims none of
-            the chosen cases; or a glob matches no case.
+        NotRecognised: the program does not exist, or the kit is not one.
+        Unsupported: the kit is of another version.
+        Corrupt: the kit is damaged.
+        UsageError: the program cannot be imported, has no function to call, or claims none of the chosen cases; or a
+            glob matches no case.
     """
     if not os.path.isfile(program):
         raise NotRecognised(
@@ -204,9 +227,9 @@ def acid(
             """Examine cases while there are some; return what the program says of itself."""
             session = _Session(program, python or sys.executable)
             try:
-                _refuse_untestable(program, session.introduction)
+                _refuse_untestable_program(program, session.introduction)
                 for case in waiting:
-                    found[case.name] = _examine(session, case, seconds)
+                    found[case.name] = _judge_case(session, case, seconds)
                     progress(len(found), total)
             finally:
                 session.close()
@@ -215,7 +238,7 @@ def acid(
         with ThreadPoolExecutor(processes) as pool:
             said, *_ = pool.map(work, range(min(processes, total)))
     rows = {name: row for name, row in found.items() if row is not None}
-    doubt_refusals(rows)
+    mark_unproven_refusals(rows)
     result = AcidResult(
         program=said["name"],
         versions=said["versions"],
@@ -235,10 +258,18 @@ def acid(
     return result
 
 
-def _examine(session: _Session, case: Case, seconds: float) -> Row | None:
-    """Call the program's functions on a case and judge the answers; None if the case is none of its own."""
+def _judge_case(session: _Session, case: Case, seconds: float) -> Row | None:
+    """Call the program's functions on a case, and judge the answers.
+
+    Args:
+        session: the process of the program.
+        seconds: time limit of each call.
+
+    Returns:
+        The verdicts; None if the program does not claim to handle the case.
+    """
     said = session.introduction
-    if not list_parts(case, said["claims"]):
+    if not list_handled_parts(case, said["claims"]):
         return None
-    answers = {f: session.ask(case, f, seconds) for f in list_functions(case, said)}
-    return judge(case, read_expected(case), said, answers)
+    answers = {f: session.ask(case, f, seconds) for f in list_called_functions(case, said)}
+    return judge_answers(case, read_expected_state(case), said, answers)

@@ -13,7 +13,15 @@ from typing import Any
 from ..printable import list_first
 from .kit import Case, Expected
 
-__all__ = ["FAILURES", "PARTS", "Row", "doubt_refusals", "judge", "list_functions", "list_parts"]
+__all__ = [
+    "FAILURES",
+    "PARTS",
+    "Row",
+    "judge_answers",
+    "list_called_functions",
+    "list_handled_parts",
+    "mark_unproven_refusals",
+]
 
 PARTS = ("weights", "optimizer", "values")
 #: Verdicts that a program should never get.
@@ -38,13 +46,19 @@ class Row:
     reasons: dict[str, str] = field(default_factory=dict)
 
     def add(self, columns: Sequence[str], verdict: str, reason: str = "") -> None:
-        """Note one verdict in columns, and with the first of them the reason, if there is one."""
+        """Set the verdict of columns.
+
+        Args:
+            columns: the columns that get the verdict.
+            verdict: such as "right", "refused" or "crashed".
+            reason: why it is not "right", kept for the first column; "": none.
+        """
         self.verdicts |= dict.fromkeys(columns, verdict)
         if reason:
             self.reasons |= dict.fromkeys(columns[:1], reason)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as --json prints it."""
+        """Return the row as plain data, as --json prints it."""
         return {
             "case": self.case.name,
             "kind": "golden" if self.case.golden else "broken",
@@ -55,25 +69,34 @@ class Row:
         }
 
 
-def list_parts(case: Case, claims: Mapping[str, Iterable[str]] | None) -> tuple[str, ...]:
-    """Return which parts of a case a program says it handles: () where the layout, or what is broken, is none of them.
+def list_handled_parts(case: Case, claims: Mapping[str, Iterable[str]] | None) -> tuple[str, ...]:
+    """Return the parts of a case ("weights", "optimizer", "values") that a program claims to handle.
+
+    () if it does not handle the layout, or none of the parts that contain the fault of a broken case.
 
     Args:
-        claims: {layout: parts}, as the program says; None: everything.
+        claims: {layout: parts} that the program declares; None: it handles everything.
     """
     said = PARTS if claims is None else tuple(claims.get(case.layout, ()))
     parts = tuple(p for p in PARTS if p in said and (p == "values" or p in case.parts))
     return parts if case.golden or set(parts) & set(case.touches) else ()
 
 
-def list_functions(case: Case, introduction: Mapping[str, Any]) -> list[str]:
-    """Return which functions of a program are called on a case: those that it has, and save for layouts it writes."""
+def list_called_functions(case: Case, introduction: Mapping[str, Any]) -> list[str]:
+    """Return the names of the program's functions that are called on a case.
+
+    These are load, list and verify, as far as the program has them. Save is added for a golden case that has to be
+    loaded, if the program has both save and load, and writes the layout.
+
+    Args:
+        introduction: the first answer of the program's process (child.py).
+    """
     there = [f for f in ("load", "list", "verify") if f in introduction["functions"]]
     saves = "save" in introduction["functions"] and "load" in there and case.golden and case.expect == "state"
     return [*there, "save"] if saves and case.layout in introduction["saves"] else there
 
 
-def judge(
+def judge_answers(
     case: Case,
     expected: Expected | None,
     introduction: Mapping[str, Any],
@@ -82,16 +105,19 @@ def judge(
     """Judge a program's answers on a case.
 
     Args:
-        expected: its state; None if it has to be refused.
-        introduction: what the program says of itself (child.py).
+        expected: the state of the case; None if the case has to be refused.
+        introduction: the first answer of the program's process (child.py).
         answers: {function: its answer}.
+
+    Returns:
+        The verdicts.
     """
     row = Row(case)
-    parts = list_parts(case, introduction["claims"])
+    parts = list_handled_parts(case, introduction["claims"])
     for function, answer in answers.items():
         columns = [function]
         if function == "load" and case.golden and expected is not None:  # one answer, and a verdict on each part
-            columns = [p for p in parts if _list_wanted(expected, p)]
+            columns = [p for p in parts if _get_expected_entries(expected, p)]
         if answer.get("canary"):
             row.add(columns, "ran code", "it executed what the checkpoint says")
         elif answer["status"] in ("crashed", "hung"):
@@ -111,12 +137,13 @@ def judge(
     return row
 
 
-def doubt_refusals(rows: Mapping[str, Row]) -> None:
-    """Set the verdict of load or verify on a broken case to "unproven" where it was right and the same function did not
-    read the golden case that the broken one was made of, either.
+def mark_unproven_refusals(rows: Mapping[str, Row]) -> None:
+    """Change the verdict "right" on a broken case to "unproven" if the program does not read the golden case, either.
+
+    That is the case of which the broken one was made; a refusal of the broken one then proves nothing.
 
     Args:
-        rows: {name of a case: its row}.
+        rows: {name of a case: its row}, which are changed.
     """
     for row in rows.values():
         if (whole := rows.get(row.case.made_of)) is None:
@@ -129,33 +156,44 @@ def doubt_refusals(rows: Mapping[str, Row]) -> None:
 
 
 def _judge_names(row: Row, expected: Expected, parts: tuple[str, ...], names: list[str]) -> None:
-    """Note the verdict on the names that list returned: those of all tensors of the parts that the program handles."""
-    wanted = {name for part in parts if part != "values" for name in _list_wanted(expected, part, names)}
-    missing = _list_missing(row.case, wanted, names)
+    """Set the verdict of `list`: "right" if it returned the names of all tensors of the handled parts, otherwise
+    "lost".
+
+    Args:
+        row: the row of the case, which is changed.
+        parts: the parts that the program claims to handle.
+        names: what `list` returned.
+    """
+    wanted = {name for part in parts if part != "values" for name in _get_expected_entries(expected, part, names)}
+    missing = _list_missing_names(row.case, wanted, names)
     row.add(["list"], *(("lost", f"missing: {list_first(sorted(missing), 1)}") if missing else ("right",)))
 
 
 def _judge_state(
     row: Row, function: str, expected: Expected, parts: tuple[str, ...], answer: Mapping[str, Any], widens: bool
 ) -> None:
-    """Note the verdict on the state that load returned, or that it returned of what save wrote: for each part, or one
-    for all of them where the function is save or the case is broken.
+    """Set the verdicts on a state that was loaded: one for each part or, for `save` or a broken case, one for all
+    parts.
 
     Args:
-        widens: whether the program says that it returns tensors as float32, or some of them.
+        row: the row of the case, which is changed.
+        function: "load", or "save" if the state was saved by the program before it was loaded.
+        parts: the parts that the program claims to handle.
+        answer: the program's answer, with "entries" and "left_out".
+        widens: whether the program declares that it returns some or all tensors as float32.
     """
     entries, verdicts = answer["entries"], {}
     wide = expected.widened if widens else {}
-    strange = min((k for k, v in entries.items() if isinstance(v, list) and not _part_of(k)), default="")
+    strange = min((k for k, v in entries.items() if isinstance(v, list) and not _get_part_of_tensor(k)), default="")
     for part in parts:
-        wanted = _list_wanted(expected, part, entries)
+        wanted = _get_expected_entries(expected, part, entries)
         if not wanted or (function == "save" and part == "values"):  # save is given tensors
             continue
-        invented = {k for k in entries if _part_of(k) == part} - wanted.keys()
+        invented = {k for k in entries if _get_part_of_tensor(k) == part} - wanted.keys()
         other = {k for k, t in wanted.items() if k in entries and entries[k] not in (t, wide.get(k, t))}
-        missing = _list_missing(row.case, wanted, entries)
+        missing = _list_missing_names(row.case, wanted, entries)
         if other:
-            how = _tell_apart(entries[min(other)], wanted[min(other)])
+            how = _describe_difference(entries[min(other)], wanted[min(other)])
             verdicts[part] = "wrong", f"{list_first(sorted(other), 1)}: {how}"
         elif invented:
             verdicts[part] = "wrong", f"not in the checkpoint: {list_first(sorted(invented), 1)}"
@@ -171,32 +209,32 @@ def _judge_state(
         row.add([function], *next((v for v in verdicts.values() if v[0] != "right"), ("right", "")))
 
 
-def _list_wanted(expected: Expected, part: str, found: Collection[str] = ()) -> Mapping[str, Any]:
-    """Return what is expected of a part: {name: its digest, or the value}.
+def _get_expected_entries(expected: Expected, part: str, found: Collection[str] = ()) -> Mapping[str, Any]:
+    """Return {name: its digest or value} of the entries of a part that are expected.
 
     Args:
-        found: the names that a program gave. If there are names of the files, and all of these are among them, tensors
-            are expected under these, and else under those in memory.
+        found: the names that the program returned. Names as they are in the files are expected if there are some and
+            `found` has all of them, otherwise the names of the state in memory.
     """
     if part == "values":
         return expected.values
     stored = expected.stored if expected.stored.keys() <= set(found) else {}
-    return {k: t for k, t in (stored or expected.tensors).items() if _part_of(k) == part}
+    return {k: t for k, t in (stored or expected.tensors).items() if _get_part_of_tensor(k) == part}
 
 
-def _part_of(name: str) -> str:
-    """Return the part that a tensor is of, "weights" or "optimizer"; "" if it is of none."""
+def _get_part_of_tensor(name: str) -> str:
+    """Return the part to which a tensor belongs by its name, "weights" or "optimizer"; "" if it belongs to neither."""
     return "weights" if name.startswith("model.") else "optimizer" if name.startswith("optim.state.") else ""
 
 
-def _list_missing(case: Case, wanted: Collection[str], found: Collection[str]) -> set[str]:
-    """Return the names that are wanted and were not found, but for those that are tied to a found one."""
+def _list_missing_names(case: Case, wanted: Collection[str], found: Collection[str]) -> set[str]:
+    """Return the expected names (`wanted`) that were not found, except those that are tied to one that was found."""
     tied = {name for names in case.tied if set(names) & set(found) for name in names}
     return set(wanted) - set(found) - tied
 
 
-def _tell_apart(found: Any, wanted: Any) -> str:
-    """Return in what a digest or value that was found is not the one that is wanted."""
+def _describe_difference(found: Any, wanted: Any) -> str:
+    """Return how a digest or value differs from the expected one, as text for a reason."""
     if isinstance(found, list) and isinstance(wanted, list) and found[:2] == wanted[:2]:
         return "other elements"
     texts = [f"{t[0]} {t[1]}" if isinstance(t, list) else str(t) for t in (found, wanted)]

@@ -26,11 +26,11 @@ from . import archive_plan as plan
 from . import manifest as records
 from . import provenance, retention, sidecar, signing, tarball
 from .archive_options import ENCRYPTED, SUFFIX
-from .frame_format import FRAME, read_table
+from .frame_format import FRAME, read_frame_table
 from .frame_reader import DamagedFrame, FrameReader
 from .frame_writer import SplitPoint
 
-__all__ = ["ENCRYPTED", "SUFFIX", "Archive", "ArchiveFacts", "make_facts", "read_facts"]
+__all__ = ["ENCRYPTED", "SUFFIX", "Archive", "ArchiveFacts", "make_archive_facts", "read_facts"]
 
 _MOST_README = 64 << 10  # its words may change from version to version; its hash is in the manifest
 _TAIL = (
@@ -65,23 +65,25 @@ class Archive(Source):
         self.base, self.file = base, file
         self.is_remote, self.commit = base.is_remote, base.commit
         self.root = f"{base.root}/{file}"
-        self.table = read_table(base, file)
+        self.table = read_frame_table(base, file)
         self._starts: list[int] = []
         self._items: list[int] = []
-        self._reader = FrameReader(base, file, self.table, self._planes_at)
+        self._reader = FrameReader(base, file, self.table, self._get_plane_count)
         self._members: dict[str, tuple[int, int]] = {}  # name -> (first byte in the tar, bytes)
         self._extra: dict[str, bytes] = {}
         self._read_members()
         data = self.read_record(plan.MANIFEST)
         head = self.read_record(plan.README)
-        self.manifest, self.plan = records.check_manifest(data, self.mtime, head, f"{self.root}/{plan.MANIFEST}")
+        self.manifest, self.plan = records.decode_and_check_manifest(
+            data, self.mtime, head, f"{self.root}/{plan.MANIFEST}"
+        )
         self.manifest_sha256 = records.sha256_hex(data)
         sums = self.read_record(plan.SUMS)
         self.sums, self.sums_sha256 = records.decode_sums(sums, f"{self.root}/{plan.SUMS}"), records.sha256_hex(sums)
         self._check_against_plan(head)
         what = f"{self.root}/{plan.PROVENANCE}"
         self.provenance = provenance.decode_provenance(self.read_record(plan.PROVENANCE), what)
-        if provenance.member_mtime(self.provenance) != self.mtime:
+        if provenance.get_member_mtime(self.provenance) != self.mtime:
             raise Unsafe(f"{self.root}: the time of its members is not the one in {plan.PROVENANCE}.", code="CKPT0703")
         self._extra = provenance.decode_config_files(self.provenance, what)
         if both := sorted(self._extra.keys() & self._members.keys()):
@@ -89,22 +91,24 @@ class Archive(Source):
         self._starts = [c.offset for c in self.plan.cuts]
         self._items = [c.item for c in self.plan.cuts]
         self._reader = FrameReader(
-            base, file, self.table, self._planes_at
+            base, file, self.table, self._get_plane_count
         )  # frames kept so far had their planes unmerged
 
     # --------------------------------------------------------------------------------------------------- the layout
 
-    def _planes_at(self, start: int) -> int:
-        """Return the number of byte planes of the frame whose content begins at `start`; 1 before the plan is known."""
+    def _get_plane_count(self, start: int) -> int:
+        """Return the number of byte planes of the frame whose content begins at tar offset `start`; 1 until the plan is
+        read."""
         i = bisect_right(self._starts, start) - 1
         return self._items[i] if i >= 0 else 1
 
     def _read_members(self) -> None:
-        """Find the members by their tar headers, in order, and check that nothing is hidden between them.
+        """Read all tar headers into `_members` and `mtime`, and check that no bytes are hidden between the members.
 
         Raises:
-            Corrupt: the tar is cut off, or a member is missing. Unsafe: a member is unknown, out of order or there
-                twice, or bytes are hidden.
+            Corrupt: the tar is cut off, or a member is missing.
+            Unsafe: a member is unknown, out of order, duplicated or of another time than the first, or bytes are
+                hidden.
         """
         at, total = 0, self.table.logical_size
         self.mtime = 0
@@ -118,7 +122,7 @@ class Archive(Source):
                 self.mtime = found.mtime
             if found.mtime != self.mtime:
                 raise Unsafe(
-                    f"{self.root}: member {tarball.shorten(found.name)} has another time than the first one.",
+                    f"{self.root}: member {tarball.shorten_name(found.name)} has another time than the first one.",
                     code="CKPT0703",
                 )
             self._check_member_name(found.name)
@@ -150,7 +154,7 @@ class Archive(Source):
         data = len(self._members) - 1 if before and before.startswith("tensors-") else 0
         if name in self._members:
             raise Unsafe(
-                f"{self.root}: member {tarball.shorten(name)} is there twice; readers differ on which counts.",
+                f"{self.root}: member {tarball.shorten_name(name)} is there twice; readers differ on which counts.",
                 code="CKPT0703",
             )
         if before is None:
@@ -162,7 +166,7 @@ class Archive(Source):
             fits = name in order and order.index(name) > rank
         if not fits:
             raise Unsafe(
-                f"{self.root}: member {tarball.shorten(name)} does not belong there: it cannot follow "
+                f"{self.root}: member {tarball.shorten_name(name)} does not belong there: it cannot follow "
                 f"{before or 'the beginning'}.",
                 code="CKPT0703",
             )
@@ -178,13 +182,13 @@ class Archive(Source):
         return bytes(out)
 
     def _check_against_plan(self, head: bytes) -> None:
-        """Check that members, headers, frames and hashes are what follows from the manifest.
+        """Check that members, safetensors headers, frames and hashes are those that follow from the manifest.
 
         Args:
             head: the content of README.txt.
 
         Raises:
-            Corrupt, Unsafe: with the member and the numbers.
+            Corrupt, Unsafe: they are not; the message names the member and the numbers.
         """
         want: dict[str, tuple[int, int]] = {m.name: (m.start, m.end - m.start) for m in self.plan.members}
         have = {n: place for n, place in self._members.items() if n not in _TAIL}
@@ -201,7 +205,7 @@ class Archive(Source):
             )
         for name, text in self.plan.headers.items():
             start, size = self._members[name]
-            if size < len(text) or self._read_long(start, len(text)) != text:
+            if size < len(text) or self._read_content_by_frames(start, len(text)) != text:
                 raise Corrupt(
                     f"{self.root}/{name}: its safetensors header is not the one that follows from the manifest.",
                     code="CKPT0425",
@@ -211,7 +215,7 @@ class Archive(Source):
         if list(self.sums) != listed:
             odd = sorted(set(self.sums) ^ set(listed) or set(listed))[0]
             raise Corrupt(
-                f"{self.root}: {plan.SUMS} and the members do not agree, first on {tarball.shorten(odd)}.",
+                f"{self.root}: {plan.SUMS} and the members do not agree, first on {tarball.shorten_name(odd)}.",
                 code="CKPT0425",
             )
         data = [n for n in listed if n not in (plan.MANIFEST, plan.PROVENANCE, plan.RETENTION)]
@@ -223,7 +227,7 @@ class Archive(Source):
                 if listed_hashes.get(n) != self.manifest.hashes.get(n)
             )[0]
             raise Corrupt(
-                f"{self.root}: the manifest and {plan.SUMS} do not agree on member {tarball.shorten(odd)}.",
+                f"{self.root}: the manifest and {plan.SUMS} do not agree on member {tarball.shorten_name(odd)}.",
                 code="CKPT0425",
             )
         for name in listed:
@@ -236,8 +240,8 @@ class Archive(Source):
                     code="CKPT0425",
                 )
 
-    def _read_long(self, at: int, length: int) -> bytes:
-        """Return `length` bytes of the tar from offset `at` on, read frame by frame."""
+    def _read_content_by_frames(self, at: int, length: int) -> bytes:
+        """Return `length` bytes of the tar from offset `at` on, read in pieces of at most `FRAME` bytes."""
         return b"".join(self._read_content(at + i, min(FRAME, length - i)) for i in range(0, length, FRAME))
 
     def _check_frames(self) -> None:
@@ -261,7 +265,7 @@ class Archive(Source):
         Raises:
             Corrupt: there is no such member, or it is damaged. Unsafe: it is too large for an archive of this size.
         """
-        most = records.max_record_bytes(self.base.size(self.file))
+        most = records.compute_max_record_bytes(self.base.size(self.file))
         if self.size(name) > most:
             raise Unsafe(
                 f"{self.root}: {name} has {self.size(name)} bytes in an archive of {self.base.size(self.file)}; at "
@@ -294,15 +298,15 @@ class Archive(Source):
         if name in self._extra:
             return len(self._extra[name])
         if name not in self._members:
-            raise Corrupt(f"{self.root} has no member {tarball.shorten(name)}.", code="CKPT0425")
+            raise Corrupt(f"{self.root} has no member {tarball.shorten_name(name)}.", code="CKPT0425")
         return self._members[name][1]
 
     def readinto(self, name: str, offset: int, into: memoryview) -> None:
-        """Fill `into` with the bytes of a member or configuration file from `offset` on; of tensors that are stored in
-        byte planes, with the tensor's own bytes.
+        """Fill `into` with the bytes of a member or configuration file from `offset` on; byte planes are merged into
+        elements.
 
         Raises:
-            Corrupt: there is no such member, it ends before that, or a frame is damaged.
+            Corrupt: there is no such member, it ends before the last byte that is needed, or a frame is damaged.
         """
         if offset < 0 or offset + len(into) > self.size(name):
             raise Corrupt(
@@ -319,19 +323,19 @@ class Archive(Source):
             hit = [n for n, p in self.plan.places.items() if p.at < end and e.start < p.at + p.nbytes]
             more = f" and {len(hit) - 1} more" if len(hit) > 1 else ""
             raise Corrupt(
-                f"{e} These bytes belong to {tarball.shorten(hit[0])}{more}." if hit else str(e), code="CKPT0425"
+                f"{e} These bytes belong to {tarball.shorten_name(hit[0])}{more}." if hit else str(e), code="CKPT0425"
             ) from None
 
     def identities(self) -> dict[str, Identity]:
-        """Return {file: identity} of the source that contains the archive, which changes when the file is written
+        """Return {file: identity} of the source that contains the archive; an identity changes when its file is written
         to."""
         return self.base.identities()
 
     def expect(self, identities: Mapping[str, Identity]) -> None:
-        """Expect the archive's file to be as another process has found it; otherwise reading it raises SourceChanged.
+        """Make later reads raise SourceChanged if the archive's file is not the one that another process has opened.
 
         Args:
-            identities: what `identities` returned there.
+            identities: what `identities` returned in that process.
         """
         self.base.expect(identities)
 
@@ -345,14 +349,14 @@ class Archive(Source):
 
     @property
     def signed(self) -> bool:
-        """Whether it contains a signature."""
+        """Whether the archive contains a signature."""
         return plan.SIGNATURE in self._members
 
     def read_values(self) -> dict[str, Value]:
-        """Return {name: value} of values.json, whose training step must be that of the manifest.
+        """Return {name: value} of values.json, after comparing its training step with the one in the manifest.
 
         Raises:
-            Corrupt, Unsafe: it is damaged, or has another step.
+            Corrupt, Unsafe: values.json is damaged, or has another step than the manifest.
         """
         what = f"{self.root}/{plan.VALUES}"
         data = self.read_record(plan.VALUES)
@@ -410,19 +414,23 @@ class ArchiveFacts:
 
 
 def read_facts(source: Source, file: str) -> ArchiveFacts:
-    """Return the facts in the records of the archive `file`; of an encrypted one, those in its sidecar, the file next
-    to it. No tensor is read.
+    """Return the facts of an archive for a listing, from its records or, if it is encrypted, from its sidecar file.
+
+    No tensor is read.
+
+    Args:
+        source, file: the folder or bucket that contains the archive, and its name there.
 
     Raises:
-        CkpttoolError: it is not a valid archive, or has no sidecar.
+        CkpttoolError: the file is not a valid archive, or is encrypted and has no sidecar.
     """
     if file.endswith(ENCRYPTED):
-        return _facts_in_sidecar(source, file)
+        return _read_facts_from_sidecar(source, file)
     if not file.endswith(SUFFIX):
         raise NotRecognised(f"{file} is not named like an archive ({SUFFIX}, {ENCRYPTED}).", code="CKPT0301")
     archive = Archive(source, file)
     archive.read_values()
-    return make_facts(
+    return make_archive_facts(
         file,
         source.size(file),
         archive.manifest,
@@ -435,7 +443,7 @@ def read_facts(source: Source, file: str) -> ArchiveFacts:
     )
 
 
-def make_facts(
+def make_archive_facts(
     file: str,
     nbytes: int,
     found: records.Manifest,
@@ -447,19 +455,20 @@ def make_facts(
     signature: bytes | None,
     encrypted: bool,
 ) -> ArchiveFacts:
-    """Return the facts of an archive that these records state.
+    """Combine the records of an archive into its facts for a listing.
 
     Args:
-        file, nbytes: its file name, and the bytes of the file.
+        file, nbytes: its file name, and the size of that file in bytes.
         found: its manifest.
         manifest_sha256, sums_sha256: the SHA-256 of MANIFEST.json and of SHA256SUMS.
         provenance: the content of PROVENANCE.json.
         kept: the content of RETENTION.json; None if there is none.
-        signature: the content of model.sig; None if it is not signed.
+        signature: the content of model.sig; None if the archive is not signed.
         encrypted: whether the file is encrypted.
 
     Raises:
-        Corrupt, Unsupported: the signature is damaged, or was made by model-signing before 1.0.
+        Corrupt: the signature is damaged.
+        Unsupported: the signature was made by model-signing before 1.0.
     """
     origin = provenance.get("source") or {}
     hold = (kept or {}).get("legal_hold") or {}
@@ -486,17 +495,19 @@ def make_facts(
     )
 
 
-def _facts_in_sidecar(source: Source, file: str) -> ArchiveFacts:
-    """Return the facts of an encrypted archive that its sidecar, the file next to it, states.
+def _read_facts_from_sidecar(source: Source, file: str) -> ArchiveFacts:
+    """Return the facts of an encrypted archive from its sidecar, the JSON file next to it.
 
     Raises:
-        UsageError: there is no sidecar. Corrupt, Unsafe: it is damaged, or a field is missing or of another type.
+        UsageError: there is no sidecar.
+        Corrupt, Unsafe: the sidecar is damaged, or a field is missing or of another type.
     """
     parsed = sidecar.read_sidecar(source, file)["archive"]
     kinds = {f.name: str(f.type) for f in fields(ArchiveFacts)}
     if parsed.keys() != kinds.keys() or not all(_FITS[kind](parsed[name]) for name, kind in kinds.items()):
         raise Corrupt(
-            f"{source.root}/{sidecar.sidecar_name(file)} is damaged: it is not what ckpttool writes.", code="CKPT0425"
+            f"{source.root}/{sidecar.get_sidecar_name(file)} is damaged: it is not what ckpttool writes.",
+            code="CKPT0425",
         )
     return ArchiveFacts(
         **{

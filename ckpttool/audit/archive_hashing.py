@@ -23,7 +23,7 @@ from . import archive_plan as plan
 from . import byte_planes, tarball
 from . import manifest as records
 from .archive import Archive
-from .frame_format import FRAME, LOOK, read_table
+from .frame_format import FRAME, LOOK, read_frame_table
 from .frame_reader import FrameReader
 from .frame_walk import FrameResult, walk_file, walk_frames
 
@@ -65,7 +65,8 @@ class ArchiveFinding:
 
 
 def describe_findings(findings: Sequence[ArchiveFinding]) -> list[str]:
-    """Return a line for each finding; of those of one frame, which may hold many tensors, one line for all."""
+    """Return the findings as lines of text; all findings of one damaged frame, which may hold many tensors, share a
+    line."""
     of_frame: dict[tuple[object, ...], list[ArchiveFinding]] = {}
     for i, f in enumerate(findings):
         of_frame.setdefault((f.what, f.file_start, f.file_end, i if f.file_start is None else None), []).append(f)
@@ -85,8 +86,13 @@ class _Map:
     starts: list[int]
 
     def locate(self, start: int, end: int) -> Iterator[ArchiveFinding]:
-        """Yield what is in bytes `start` to `end` of the tar, as findings without text: one for each piece of a tensor,
-        and one for each member of which the range contains no tensor."""
+        """Yield the tensors and members that bytes `start` to `end` of the tar belong to, as findings with an empty
+        text.
+
+        Yields:
+            One finding for each piece of a tensor in the range, and one for each member of which no tensor is in the
+            range.
+        """
         for a, b, member in self.members:
             if a >= end:
                 break
@@ -142,7 +148,9 @@ class ArchiveHasher:
             self.findings.append(finding)
 
     def hash_all(self, jobs: int, progress: Progress) -> None:
-        """Read and hash the whole file with `jobs` threads. Results are in the attributes; `compare` judges them.
+        """Read and hash the whole file with `jobs` threads. Call `compare` afterwards.
+
+        The hashes are stored in `sums` and `digests`, damage in `findings`.
 
         Raises:
             SourceChanged, RemoteError: the file cannot be read.
@@ -150,10 +158,11 @@ class ArchiveHasher:
         self._hash_frames(walk_file(self.source, self.file, jobs), progress)
 
     def hash_part(self, first: int, stop: int, jobs: int) -> dict[str, Any]:
-        """Read and hash frames `first` to `stop` - 1, which begin and end with members, with `jobs` threads.
+        """Read and hash frames `first` to `stop` - 1 with `jobs` threads; both ends must be boundaries of members.
 
-        Returns what was found, as plain data for `add_part_result`: {"findings": list of fields of `ArchiveFinding`,
-        "wrong_members": names, "wrong_tensors": names, "sums": {member: SHA-256}, "digests": {tensor: BLAKE3}}.
+        Returns:
+            Plain data for `add_part_result`: {"findings": list of fields of `ArchiveFinding`, "wrong_members": names,
+            "wrong_tensors": names, "sums": {member: SHA-256}, "digests": {tensor: BLAKE3}}.
 
         Raises:
             SourceChanged, RemoteError: the file cannot be read.
@@ -185,15 +194,19 @@ class ArchiveHasher:
         self.digests |= found["digests"]
 
     def _hash_frames(self, rows: Iterable[FrameResult], progress: Progress) -> None:
-        """Hash the content of frames: by member in a thread of its own, by tensor in this one. Damaged frames become
-        findings."""
+        """Hash the content of frames for `sums` (members, SHA-256, in a second thread) and `digests` (tensors, BLAKE3).
+
+        Args:
+            rows: the frames, in order. Damaged ones are added to `findings`.
+            progress: called with ("verify", bytes of the file that were read, bytes in all).
+        """
         total = self.file_bytes
         waiting: list[Future[None]] = []
         first_tensor = 0
         with ThreadPoolExecutor(1, "ckpttool-sha256") as pool:
             for row in rows:
                 if row.fault is not None:
-                    self._note_damage(row)
+                    self._add_damage_findings(row)
                     if row.size and row.length:
                         self.frames_end = row.offset + row.size
                     continue
@@ -205,7 +218,7 @@ class ArchiveHasher:
                 waiting.append(pool.submit(self._hash_members, row.start, end, data))
                 if len(waiting) > 4:
                     waiting.pop(0).result()
-                first_tensor = self._digest_tensors(row.start, end, data, first_tensor)
+                first_tensor = self._hash_tensors(row.start, end, data, first_tensor)
                 progress("verify", min(total, row.offset + row.size), total)
             for h in waiting:
                 h.result()
@@ -214,8 +227,11 @@ class ArchiveHasher:
         self._sums.clear()
         self._digests.clear()
 
-    def _note_damage(self, row: FrameResult) -> None:
-        """Add findings for a result with a fault: a damaged frame, or bytes that are not a frame."""
+    def _add_damage_findings(self, row: FrameResult) -> None:
+        """Add a finding for each tensor and member that a damaged frame, or bytes that are not a frame, belong to.
+
+        If they belong to none, one finding says where in the file they are.
+        """
         assert row.fault is not None
         fault = row.fault.removesuffix(LOOK)  # which names this command
         # a fault of the tables is in them: behind the last frame
@@ -246,13 +262,15 @@ class ArchiveHasher:
             if b <= end:
                 self.member = k + 1
 
-    def _digest_tensors(self, start: int, end: int, data: bytes, k: int) -> int:
-        """Add bytes `start` to `end` of the tar to the digests of the tensors that they belong to.
+    def _hash_tensors(self, start: int, end: int, data: bytes, k: int) -> int:
+        """Add bytes `start` to `end` of the tar to the BLAKE3 digests of the tensors that they belong to.
 
         Args:
             data: these bytes.
-            k: number of the first tensor, by place in the tar, that they may belong to. Returned is that for the next
-                frame.
+            k: number of the first tensor, by place in the tar, that they may belong to.
+
+        Returns:
+            The value of `k` for the next frame.
         """
         rows = self.map.tensors
         view = memoryview(data)
@@ -268,8 +286,11 @@ class ArchiveHasher:
         return k
 
     def compare(self) -> list[ArchiveFinding]:
-        """Compare the hashes with those that were recorded, once the whole archive was read; returns all findings.
-        Without a manifest, these are the damaged frames alone."""
+        """Compare the hashes with the recorded ones, after all frames were read.
+
+        Returns:
+            All findings. If no manifest was found, these are the damaged frames alone.
+        """
         if self.found is None:
             return self.findings
         for x, y, name, _ in self.map.tensors:
@@ -293,7 +314,7 @@ def _recover_manifest(source: Source, file: str) -> tuple[records.Manifest | Non
     Returns (the manifest, the plan of places that follows from it), or (None, None) if it was not found.
     """
     try:
-        table = read_table(source, file)
+        table = read_frame_table(source, file)
         reader = FrameReader(source, file, table, lambda start: 1)
         tail = b""
         at = table.logical_size
@@ -308,7 +329,7 @@ def _recover_manifest(source: Source, file: str) -> tuple[records.Manifest | Non
                 assert found is not None
                 data = tail[k + tarball.BLOCK :][: found.size]
                 decoded = records.decode_manifest(data, file)
-                return records.check_manifest(data, found.mtime, bytes(decoded.hashes[plan.README][0]), file)
+                return records.decode_and_check_manifest(data, found.mtime, bytes(decoded.hashes[plan.README][0]), file)
             if len(tail) > 64 * FRAME:
                 break
     except (CkpttoolError, AssertionError, KeyError):

@@ -37,10 +37,10 @@ __all__ = [
     "VALUES",
     "ArchivePlan",
     "TensorPlace",
-    "group_by_member",
+    "get_padding_after_tensors",
+    "group_tensors_by_member",
     "make_plan",
-    "padding_after",
-    "small_member",
+    "make_small_member",
 ]
 
 README, VALUES, MANIFEST, PROVENANCE = "README.txt", "values.json", "MANIFEST.json", "PROVENANCE.json"
@@ -79,15 +79,16 @@ class ArchivePlan:
     end: int
 
 
-def group_by_member(tensors: Mapping[str, TensorEntry], most: int, shuffle: bool) -> list[list[str]]:
-    """Return the names of the tensors of each member (file in the archive).
+def group_tensors_by_member(tensors: Mapping[str, TensorEntry], most: int, shuffle: bool) -> list[list[str]]:
+    """Assign tensors to the members (files) of an archive, and return the names of the tensors of each member.
 
-    Tensors are taken in the order of components and names until a member would have more than `most` bytes; a larger
-    one gets a member of its own. In a member they are in the order of safetensors. The layout and the world size of the
-    source do not matter.
+    Tensors are sorted by component and name and fill a member up to `most` bytes; a larger tensor gets a member of its
+    own. In a member, names are in the order that safetensors uses. The layout and the world size of the source have no
+    influence.
 
     Args:
-        most: bytes of tensors in a member.
+        tensors: {name: tensor}.
+        most: maximum bytes of tensors in a member.
         shuffle: whether large tensors are stored in byte planes, which changes their dtype in the file.
     """
     out: list[list[str]] = []
@@ -100,12 +101,12 @@ def group_by_member(tensors: Mapping[str, TensorEntry], most: int, shuffle: bool
         out[-1].append(name)
         size += n
     for names in out:
-        names.sort(key=lambda k: safetensors_header.sort_key(k, _stored_type(tensors[k], shuffle)[0]))
+        names.sort(key=lambda k: safetensors_header.sort_key(k, _get_stored_type(tensors[k], shuffle)[0]))
     return out
 
 
-def plane_count(t: TensorEntry, shuffle: bool) -> int:
-    """Return the number of byte planes of a tensor, which is the bytes of an element; 1 if it is stored as it is.
+def count_planes(t: TensorEntry, shuffle: bool) -> int:
+    """Return the number of byte planes in which a tensor is stored: the bytes of an element, or 1 if it is not split.
 
     Args:
         shuffle: whether large tensors are stored in byte planes.
@@ -113,10 +114,16 @@ def plane_count(t: TensorEntry, shuffle: bool) -> int:
     return ITEMSIZE[t.dtype] if shuffle and t.nbytes >= LARGE else 1
 
 
-def _stored_type(t: TensorEntry, shuffle: bool) -> tuple[str, tuple[int, ...]]:
-    """Return (dtype, shape) that the safetensors header gives a tensor: its own, or uint8 and its bytes, if it is
-    stored in byte planes or safetensors does not have its dtype."""
-    if plane_count(t, shuffle) > 1 or t.dtype not in safetensors_header.CODES:
+def _get_stored_type(t: TensorEntry, shuffle: bool) -> tuple[str, tuple[int, ...]]:
+    """Return (dtype, shape) that the safetensors header gives a tensor.
+
+    These are its own, or uint8 and its number of bytes, if it is stored in byte planes or safetensors does not have its
+    dtype.
+
+    Args:
+        shuffle: whether large tensors are stored in byte planes.
+    """
+    if count_planes(t, shuffle) > 1 or t.dtype not in safetensors_header.CODES:
         return "uint8", (t.nbytes,)
     return t.dtype, t.shape
 
@@ -124,23 +131,23 @@ def _stored_type(t: TensorEntry, shuffle: bool) -> tuple[str, tuple[int, ...]]:
 def make_plan(
     grouped: Sequence[Sequence[str]], tensors: Mapping[str, TensorEntry], shuffle: bool, mtime: int, readme: bytes
 ) -> ArchivePlan:
-    """Return the place of everything in an archive, up to the end of the last member with tensors.
+    """Compute where every member, tensor and frame of an archive begins, up to the end of the last member with tensors.
 
     Args:
-        grouped: the names of the tensors of each member, of `group_by_member`.
+        grouped: the names of the tensors of each member, as `group_tensors_by_member` returns them.
         tensors: {name: tensor}.
         shuffle: whether large tensors are stored in byte planes.
-        mtime: time of all members, in seconds.
+        mtime: modification time of all members, in seconds.
         readme: the content of README.txt.
     """
-    head = tarball.make_header(README, len(readme), mtime) + readme + tarball.padding(len(readme))
+    head = tarball.make_header(README, len(readme), mtime) + readme + tarball.make_padding(len(readme))
     plan = ArchivePlan(
         {}, [Member(README, tarball.BLOCK, tarball.BLOCK + len(readme))], [SplitPoint(0, 1, False)], {}, head, {}, 0
     )
     at, between = len(head), b""
     for i, names in enumerate(grouped):
         member = f"tensors-{i + 1:05d}.safetensors"
-        text = _header(names, tensors, shuffle)
+        text = _make_safetensors_header(names, tensors, shuffle)
         plan.headers[member] = text
         size = len(text) + sum(tensors[n].nbytes for n in names)
         front = tarball.make_header(member, size, mtime) + text
@@ -148,57 +155,59 @@ def make_plan(
             plan.head += front
         else:
             plan.before[names[0]] = between + front
-        _add_split(plan, at, 1, False)
+        _add_split_point(plan, at, 1, False)
         start = at + tarball.BLOCK
         at += len(front)
         for n in names:
             t = tensors[n]
-            item = plane_count(t, shuffle)
+            item = count_planes(t, shuffle)
             if t.nbytes >= LARGE:
-                _add_split(plan, at, item, True)
+                _add_split_point(plan, at, item, True)
             plan.places[n] = TensorPlace(member, at - start, at, t.nbytes, item)
             at += t.nbytes
             if t.nbytes >= LARGE:
-                _add_split(plan, at, 1, True)
+                _add_split_point(plan, at, 1, True)
         plan.members.append(Member(member, start, at))
-        _add_split(plan, at, 1, False)
-        between = tarball.padding(size)
+        _add_split_point(plan, at, 1, False)
+        between = tarball.make_padding(size)
         at += len(between)
     plan.end = at
     return plan
 
 
-def _add_split(plan: ArchivePlan, at: int, item: int, fast: bool) -> None:
-    """Let a frame begin at offset `at` of the tar, and remove an earlier split at the same place.
+def _add_split_point(plan: ArchivePlan, at: int, item: int, fast: bool) -> None:
+    """Add a split point to a plan: a frame begins at tar offset `at`. It replaces an earlier one at the same offset.
 
     Args:
-        item: number of byte planes from there on; 1: none.
-        fast: whether numbers follow, not text.
+        item: number of byte planes of the content from there on; 1 if it is not split into planes.
+        fast: whether that content is numbers, not text.
     """
     while plan.cuts and plan.cuts[-1].offset == at:
         plan.cuts.pop()
     plan.cuts.append(SplitPoint(at, item, fast))
 
 
-def _header(names: Sequence[str], tensors: Mapping[str, TensorEntry], shuffle: bool) -> bytes:
-    """Return the safetensors header of a member with these tensors. Of those stored as bytes, it has the own dtype and
-    shape in its metadata."""
-    rows = [(n, *_stored_type(tensors[n], shuffle)) for n in names]
+def _make_safetensors_header(names: Sequence[str], tensors: Mapping[str, TensorEntry], shuffle: bool) -> bytes:
+    """Return the safetensors header of a member that holds the tensors `names`. For tensors that are stored as uint8,
+    its metadata has their own dtype and shape."""
+    rows = [(n, *_get_stored_type(tensors[n], shuffle)) for n in names]
     other = {
-        n: {"dtype": tensors[n].dtype, "shape": list(tensors[n].shape), "planes": plane_count(tensors[n], shuffle)}
+        n: {"dtype": tensors[n].dtype, "shape": list(tensors[n].shape), "planes": count_planes(tensors[n], shuffle)}
         for n, dtype, _ in rows
         if dtype != tensors[n].dtype
     }
     meta = {"format": "pt"} if not other else {"format": "pt", "ckpttool.coded": json.dumps(other, sort_keys=True)}
-    return safetensors_header.header(rows, meta)
+    return safetensors_header.encode_header(rows, meta)
 
 
-def padding_after(plan: ArchivePlan) -> bytes:
-    """Return the zeros between the last member with tensors and what follows; b"" if no member has tensors."""
+def get_padding_after_tensors(plan: ArchivePlan) -> bytes:
+    """Return the zero bytes that fill the last tar block of the last member with tensors; b"" if no member has
+    tensors."""
     last = plan.members[-1]
-    return b"" if last.name == README else tarball.padding(last.end - last.start)
+    return b"" if last.name == README else tarball.make_padding(last.end - last.start)
 
 
-def small_member(name: str, data: bytes, mtime: int) -> bytes:
-    """Return a whole small member with this content: tar header, data, padding. `mtime` is its time in seconds."""
-    return tarball.make_header(name, len(data), mtime) + data + tarball.padding(len(data))
+def make_small_member(name: str, data: bytes, mtime: int) -> bytes:
+    """Return a complete tar member with this content: header, data and padding. `mtime` is its modification time in
+    seconds."""
+    return tarball.make_header(name, len(data), mtime) + data + tarball.make_padding(len(data))

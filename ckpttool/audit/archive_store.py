@@ -41,23 +41,23 @@ __all__ = [
     "History",
     "ListingRow",
     "add_to_ledger",
-    "archive_names",
-    "export_time",
-    "hold_disagreements",
-    "holds_in_file",
-    "holds_in_ledger",
-    "identifying_fields",
+    "explain_protection",
+    "find_hold_disagreements",
+    "find_holds_in_ledger",
+    "get_export_time",
+    "get_identifying_fields",
+    "get_listing_sort_key",
+    "list_archive_names",
     "list_archives",
-    "list_missing",
-    "listing_order",
-    "make_row",
+    "list_missing_archives",
+    "make_listing_row",
     "read_archive_facts",
+    "read_hold_events",
     "refuse_protected",
     "remove_file",
     "replacing",
     "require_archive",
     "split_archive_path",
-    "why_protected",
 ]
 
 
@@ -82,8 +82,8 @@ class ListingRow:
     missing: bool = False
 
 
-def identifying_fields(known: ArchiveFacts) -> ledger.LedgerEntry:
-    """Return the fields of a ledger event that identify its archive: "merkle_root", "manifest_sha256", "bytes",
+def get_identifying_fields(known: ArchiveFacts) -> ledger.LedgerEntry:
+    """Return the fields by which a ledger event identifies an archive: "merkle_root", "manifest_sha256", "bytes",
     "created"."""
     return {
         "merkle_root": known.merkle_root,
@@ -101,46 +101,51 @@ def list_archives(store: str) -> list[ListingRow]:
         UsageError: there is no such folder. Corrupt: the ledger is damaged. RemoteError: the store fails.
     """
     history = History.of(store)
-    rows = [make_row(name, read_archive_facts(store, name)[1], history) for name in archive_names(store)]
-    return sorted([*rows, *_list_missing_rows(store, history, {r.name: r.facts for r in rows})], key=listing_order)
+    rows = [make_listing_row(name, read_archive_facts(store, name)[1], history) for name in list_archive_names(store)]
+    return sorted(
+        [*rows, *_make_missing_rows(store, history, {r.name: r.facts for r in rows})], key=get_listing_sort_key
+    )
 
 
-def list_missing(store: str) -> list[ListingRow]:
-    """List the archives that the ledger or a hold file of a store names, that no line deletes, and that are there under
-    no name.
+def list_missing_archives(store: str) -> list[ListingRow]:
+    """List the archives that should be in a store but are not, under any name.
 
-    Opens only archives that the ledger does not record under their names.
+    These are the ones that the ledger or a hold file names and that no ledger line deletes. Only archives that the
+    ledger does not record under their names are opened.
 
     Raises:
-        UsageError: there is no such folder. Corrupt: the ledger is damaged. RemoteError: the store fails.
+        UsageError: the folder does not exist.
+        Corrupt: the ledger is damaged.
+        RemoteError: the store fails.
     """
     history = History.of(store)
-    found = {n: None if n in history.recorded else read_archive_facts(store, n)[1] for n in archive_names(store)}
-    return _list_missing_rows(store, history, {n: f if isinstance(f, ArchiveFacts) else None for n, f in found.items()})
+    found = {n: None if n in history.recorded else read_archive_facts(store, n)[1] for n in list_archive_names(store)}
+    return _make_missing_rows(store, history, {n: f if isinstance(f, ArchiveFacts) else None for n, f in found.items()})
 
 
-def _list_missing_rows(store: str, history: History, there: Mapping[str, ArchiveFacts | None]) -> list[ListingRow]:
-    """List the archives that the records of a store name and that are not there under any name.
+def _make_missing_rows(store: str, history: History, there: Mapping[str, ArchiveFacts | None]) -> list[ListingRow]:
+    """Return a listing row for each archive that the records of a store name and that the store has under no name.
 
     Args:
-        there: {archive: its facts, or None if they were not read} of those that are there.
+        history: the records: ledger and hold files.
+        there: {file name: facts, or None if they were not read} of the archives in the store.
     """
-    gone = {n: line for n, line in _expected_archives(history).items() if n not in there}
+    gone = {n: line for n, line in _find_expected_archives(history).items() if n not in there}
     if gone:  # a deletion since the ledger was read is in it now
-        gone = {n: line for n, line in gone.items() if n in _expected_archives(History.of(store))}
+        gone = {n: line for n, line in gone.items() if n in _find_expected_archives(History.of(store))}
     others = {n: f for n, f in there.items() if f is not None and n not in history.recorded}
     out: list[ListingRow] = []
     for name, line in gone.items():
-        if (now := next((n for n, f in others.items() if _is_about(line, f)), None)) is not None:
+        if (now := next((n for n, f in others.items() if _is_about_archive(line, f)), None)) is not None:
             del others[now]
         else:
-            out.append(_missing_row(name, line, history))
+            out.append(_make_missing_row(name, line, history))
     return out
 
 
-def _expected_archives(history: History) -> dict[str, ledger.LedgerEntry]:
-    """Return {archive: a line of the ledger or hold about it} of those that are recorded or on hold, and that no line
-    deletes."""
+def _find_expected_archives(history: History) -> dict[str, ledger.LedgerEntry]:
+    """Return {archive: the ledger line or hold that names it} of the archives that are recorded or on hold and that no
+    ledger line deletes."""
     lines = history.lines or []
     out: dict[str, ledger.LedgerEntry] = {}
     for e in lines:
@@ -151,16 +156,18 @@ def _expected_archives(history: History) -> dict[str, ledger.LedgerEntry]:
             out.setdefault(name, e)
         elif e["event"] in ("delete", "deleted"):
             out.pop(name, None)
-    out = {n: e for n, e in out.items() if n in history.recorded or holds_in_ledger(lines, n)[0]}
+    out = {n: e for n, e in out.items() if n in history.recorded or find_holds_in_ledger(lines, n)[0]}
     return dict(sorted(({n: held[0] for n, held in history.files.items()} | out).items()))
 
 
-def _missing_row(name: str, line: Mapping[str, Any], history: History) -> ListingRow:
-    """Return the row of an archive that is missing; `line` is a line of the ledger, or a hold, that names it."""
+def _make_missing_row(name: str, line: Mapping[str, Any], history: History) -> ListingRow:
+    """Return the listing row of a missing archive; `line` is the ledger line, or the hold, that names it."""
     standing = RetentionStatus.of(name, None, history.events(name))
     row = ListingRow(name, None, standing.retain_until, tuple(standing.holds), standing.verified, None, missing=True)
-    known = f"Line {line['seq']} of the ledger has it" if "seq" in line else f"{sidecar.hold_name(name)} holds it"
-    why = why_protected(row, datetime.now(UTC))
+    known = (
+        f"Line {line['seq']} of the ledger has it" if "seq" in line else f"{sidecar.get_hold_file_name(name)} holds it"
+    )
+    why = explain_protection(row, datetime.now(UTC))
     text = f"it is missing although it is {why}" if why else "it is missing"
     return replace(row, warnings=(f"{text}. {known}, and ckpttool did not delete it",))
 
@@ -191,17 +198,20 @@ class History:
         lines = ledger.read_entries_or_none(store) if lines is None else lines
         with open_source(store) as source:
             beside = [n.removesuffix(sidecar.HOLD) for n in source.list() if n.endswith(sidecar.HOLD)]
-            return cls(lines, {n: holds_in_file(source, n) for n in beside}, ledger.latest_records(lines or []))
+            return cls(lines, {n: read_hold_events(source, n) for n in beside}, ledger.find_latest_records(lines or []))
 
     def events(self, name: str) -> Iterable[ledger.LedgerEntry]:
-        """Return all events that may apply to the archive `name`. Those of its hold file come last: a release in the
-        ledger does not end these holds."""
+        """Return all ledger events and holds that may apply to the archive `name`.
+
+        The holds in the files of other archives come first, then the ledger, then the archive's own hold file: a
+        release in the ledger does not end the holds of that file.
+        """
         others = (e for n, held in self.files.items() if n != name for e in held)
         return (*others, *(self.lines or ()), *self.files.get(name, ()))
 
 
-def holds_in_file(source: Source, name: str) -> list[ledger.LedgerEntry]:
-    """Return the holds in the hold file next to the archive `name`, which must exist, as ledger events.
+def read_hold_events(source: Source, name: str) -> list[ledger.LedgerEntry]:
+    """Return the holds in the hold file of the archive `name` as ledger events; that file must exist.
 
     Raises:
         RemoteError: the store fails.
@@ -209,10 +219,10 @@ def holds_in_file(source: Source, name: str) -> list[ledger.LedgerEntry]:
     return [{"event": "hold", "archive": name, **h} for h in sidecar.read_holds(source, name)]
 
 
-def listing_order(row: ListingRow) -> tuple[Any, ...]:
+def get_listing_sort_key(row: ListingRow) -> tuple[Any, ...]:
     """Return the sort key of a row: the newest archives come first, then those without a date, then the missing, then
     the damaged ones."""
-    made = export_time(row.facts) if row.facts else None
+    made = get_export_time(row.facts) if row.facts else None
     step = row.facts.step if row.facts and row.facts.step is not None else -1
     return (
         row.damaged is not None,
@@ -220,24 +230,27 @@ def listing_order(row: ListingRow) -> tuple[Any, ...]:
         made is None,
         -made.timestamp() if made else 0.0,
         -step,
-        _descending(row.name),
+        _make_descending_key(row.name),
     )
 
 
-def _descending(name: str) -> tuple[int, ...]:
+def _make_descending_key(name: str) -> tuple[int, ...]:
     """Return a sort key that sorts names from the last to the first."""
     return (*(-ord(c) for c in name), 1)
 
 
-def archive_names(store: str) -> list[str]:
-    """Return the names of the files in a store that are named like archives."""
+def list_archive_names(store: str) -> list[str]:
+    """Return the names of the files in a store that have the suffix of an archive, `SUFFIX` or `ENCRYPTED`."""
     with open_source(store) as source:
         return [n for n in source.list() if n.endswith((SUFFIX, ENCRYPTED))]
 
 
 def read_archive_facts(store: str, name: str) -> tuple[Source, ArchiveFacts | str]:
-    """Return (a source of the store that was used for this archive alone, the facts of the archive or a text that says
-    why it is not a valid one). The source is closed; it can still be asked whether the file has changed.
+    """Read the facts of an archive, or find out why it is not a valid one.
+
+    Returns:
+        (a source that read this archive alone, its facts or a text that says why it is invalid). The source is closed;
+        its `assert_unchanged` still works.
 
     Raises:
         RemoteError: the store fails.
@@ -251,16 +264,17 @@ def read_archive_facts(store: str, name: str) -> tuple[Source, ArchiveFacts | st
             return source, str(e)
 
 
-def make_row(name: str, found: ArchiveFacts | str, history: History) -> ListingRow:
-    """Return what all records together say of an archive.
+def make_listing_row(name: str, found: ArchiveFacts | str, history: History) -> ListingRow:
+    """Combine the facts of an archive, the ledger and the hold files into a listing row.
 
     Args:
-        found: its facts, or what is wrong with it, as `read_archive_facts` returns them.
-        history: what the store records next to its archives.
+        name: the file name of the archive.
+        found: its facts, or why it is invalid, as `read_archive_facts` returns them.
+        history: the ledger and the hold files of the store.
     """
     known, damaged = (None, found) if isinstance(found, str) else (found, None)
     standing = RetentionStatus.of(name, known, history.events(name))
-    state, warnings = None, hold_disagreements(name, history.lines, history.files.get(name, []))
+    state, warnings = None, find_hold_disagreements(name, history.lines, history.files.get(name, []))
     if known is not None and history.lines is None:
         state = "missing"
     elif known is not None:
@@ -274,21 +288,24 @@ def make_row(name: str, found: ArchiveFacts | str, history: History) -> ListingR
     )
 
 
-def hold_disagreements(
+def find_hold_disagreements(
     name: str, lines: list[ledger.LedgerEntry] | None, held: list[ledger.LedgerEntry] | None = None
 ) -> list[str]:
-    """Return how the ledger and the hold file of an archive differ, as sentences; [] if there is no ledger.
+    """Compare the holds of an archive in the ledger with those in its hold file.
 
     Args:
         name: the file name of the archive.
         lines: the entries of the ledger; None if there is none.
-        held: the holds in the file; None if there is none.
+        held: the holds in the hold file; None if there is none.
+
+    Returns:
+        A sentence for each hold that only one of them has; [] if there is no ledger.
     """
     if lines is None:
         return []
-    by_ledger, ended = holds_in_ledger(lines, name)
+    by_ledger, ended = find_holds_in_ledger(lines, name)
     by_file = {str(h.get("reason")) for h in held or ()}
-    beside, out = sidecar.hold_name(name), []
+    beside, out = sidecar.get_hold_file_name(name), []
     for reason in sorted(by_file - by_ledger.keys()):
         why = f"ended it in line {ended[reason]}" if reason in ended else "does not record it"
         out.append(
@@ -302,18 +319,19 @@ def hold_disagreements(
     return out
 
 
-def holds_in_ledger(
+def find_holds_in_ledger(
     lines: Iterable[ledger.LedgerEntry], name: str
 ) -> tuple[dict[str, ledger.LedgerEntry], dict[str, int]]:
-    """Return the holds that the lines about the archive `name` record.
+    """Return the holds on the archive `name` that are in force and that have ended, by the lines of a ledger.
 
-    Returns ({reason: the line that placed the hold} of those in force, {reason: the number of the line that ended it}).
+    Returns:
+        ({reason: the line that placed the hold} of those in force, {reason: the number of the line that ended it}).
     """
     held: dict[str, ledger.LedgerEntry] = {}
     ended: dict[str, int] = {}
     begun = 0  # the line of the last deletion, which older versions gave no end
     lines = [e for e in lines if e["archive"] == name]
-    failed = _failed_deletions(lines)
+    failed = _find_failed_deletions(lines)
     for e in lines:
         if e["event"] == "hold":
             held[str(e.get("reason"))] = e
@@ -324,14 +342,14 @@ def holds_in_ledger(
             ended |= dict.fromkeys(held, begun or e["seq"])
             held, begun = {}, 0
         elif e["event"] == "release":
-            for reason in _released_reasons(e):
+            for reason in _get_released_reasons(e):
                 if held.pop(reason, None):
                     ended[reason] = e["seq"]
     return held, ended
 
 
-def _failed_deletions(lines: Iterable[ledger.LedgerEntry]) -> set[int]:
-    """Return the numbers of the lines that announced a deletion which failed."""
+def _find_failed_deletions(lines: Iterable[ledger.LedgerEntry]) -> set[int]:
+    """Return the numbers of the lines that announced a deletion which, by a later line, failed."""
     last: dict[str, int] = {}
     failed: set[int] = set()
     for e in lines:
@@ -343,13 +361,13 @@ def _failed_deletions(lines: Iterable[ledger.LedgerEntry]) -> set[int]:
     return failed
 
 
-def _released_reasons(e: ledger.LedgerEntry) -> list[str]:
-    """Return the reasons of the holds that a release ended."""
+def _get_released_reasons(e: ledger.LedgerEntry) -> list[str]:
+    """Return the reasons of the holds that a release event ended; [] if it lists none."""
     released = e.get("released")
     return [str(r) for r in released] if isinstance(released, list) else []
 
 
-def export_time(known: ArchiveFacts) -> datetime | None:
+def get_export_time(known: ArchiveFacts) -> datetime | None:
     """Return when an archive was exported; None if its records have no time, or one that cannot be read."""
     try:
         return parse_time(known.created)
@@ -372,23 +390,26 @@ class RetentionStatus:
 
     @classmethod
     def of(cls, name: str, known: ArchiveFacts | None, events: Iterable[ledger.LedgerEntry]) -> RetentionStatus:
-        """Return how long an archive must be kept, after all these events.
+        """Apply events to an archive, and return its retention, holds and last successful verification.
 
         Args:
-            known: the facts of the archive; None if it is damaged or missing.
-            events: those of the ledger and of hold files, in order; what applies to other archives is ignored.
+            name: the file name of the archive.
+            known: its facts; None if it is damaged or missing.
+            events: those of the ledger and of hold files, in order; events that apply to other archives are ignored.
         """
         it = cls()
         events = tuple(events)
-        failed = _failed_deletions(events)
+        failed = _find_failed_deletions(events)
         for e in events:
             if e["event"] == "delete" and e["seq"] in failed:
                 continue
-            own = e["archive"] == name or (known is not None and bool(known.created) and _is_about(e, known))
+            own = e["archive"] == name or (known is not None and bool(known.created) and _is_about_archive(e, known))
             if own:
                 it._apply(e, known)
             elif known is not None and e.get("manifest_sha256") == known.manifest_sha256:
-                it._protect(e)  # the same state under another name or date: too much is kept rather than too little
+                it._add_protection(
+                    e
+                )  # the same state under another name or date: too much is kept rather than too little
         if known is not None:
             it._extend_retention(known.retain_until)
             if known.legal_hold and known.legal_hold not in it.lifted:
@@ -396,31 +417,36 @@ class RetentionStatus:
         return it
 
     def _apply(self, e: ledger.LedgerEntry, known: ArchiveFacts | None) -> None:
-        """Apply an event of this very archive, whose facts are `known`; None if it is damaged or missing."""
+        """Update the status by an event about this archive itself.
+
+        Args:
+            e: the event.
+            known: the facts of the archive; None if it is damaged or missing.
+        """
         what = e["event"]
         if what == "add":
-            self._protect(e)
+            self._add_protection(e)
         elif what == "export":
             if self.deleted:  # the name is used again
                 self.retain_until, self.holds, self.verified, self.deleted = None, {}, None, False
-            self._protect(e)
+            self._add_protection(e)
         elif what == "hold":
-            self._protect(e)
+            self._add_protection(e)
             self.lifted.discard(str(e.get("reason")))
             self.deleted = False  # it was there
         elif what == "release":
-            if known is not None and _is_about(e, known):
-                self.lifted |= set(_released_reasons(e))
-            for reason in _released_reasons(e):
+            if known is not None and _is_about_archive(e, known):
+                self.lifted |= set(_get_released_reasons(e))
+            for reason in _get_released_reasons(e):
                 self.holds.pop(reason, None)
         elif what == "verify":
-            if e.get("sound") is True and (known is None or _is_about(e, known)):
+            if e.get("sound") is True and (known is None or _is_about_archive(e, known)):
                 self.verified = e["time"]
         elif what == "delete":
             self.deleted = True
 
-    def _protect(self, e: ledger.LedgerEntry) -> None:
-        """Add the retention and the holds that an event records; end none."""
+    def _add_protection(self, e: ledger.LedgerEntry) -> None:
+        """Add the retention and the holds that an event records, without ending any."""
         if e["event"] in ("export", "add"):
             self._extend_retention(e.get("retain_until"))
             if e.get("legal_hold"):
@@ -434,25 +460,31 @@ class RetentionStatus:
             self.retain_until = until
 
 
-def _is_about(e: Mapping[str, Any], known: ArchiveFacts) -> bool:
+def _is_about_archive(e: Mapping[str, Any], known: ArchiveFacts) -> bool:
     """Return whether an event names the manifest hash and export time of the archive with these facts."""
     return e.get("manifest_sha256") == known.manifest_sha256 and e.get("created") == known.created
 
 
 def add_to_ledger(archive: str) -> ledger.LedgerEntry:
-    """Record an archive of a store that its ledger does not know; returns the new line.
+    """Record an archive of a store in its ledger, unless it is recorded there, and return its line.
 
-    It may have been copied there, or its export was killed before it wrote its line. The structure is checked, no data.
+    The ledger may not know the archive because it was copied there, or because its export was killed before the line
+    was written. The structure is checked, no data; of an encrypted archive, the hashes of the ciphertext.
+
+    Args:
+        archive: path or URL of the archive.
 
     Raises:
-        UsageError: there is no such archive. Corrupt: it is damaged. Differs: another one is recorded under its name.
+        UsageError: the archive does not exist.
+        Corrupt: it is damaged.
+        Differs: another archive is recorded under its name.
     """
     store, name = split_archive_path(archive)
     require_archive(store, name)
     source, known = read_archive_facts(store, name)
     if isinstance(known, str):
         raise Corrupt(f"{urls.redact_url(archive)} is not a valid archive: {known}", code="CKPT0425")
-    recorded = ledger.latest_records(ledger.read_entries(store))
+    recorded = ledger.find_latest_records(ledger.read_entries(store))
     facts = {k: v for k, v in asdict(known).items() if k != "name"}
     if name.endswith(ENCRYPTED):
         with open_source(store) as fresh:
@@ -461,7 +493,7 @@ def add_to_ledger(archive: str) -> ledger.LedgerEntry:
         if have != want:
             raise Corrupt(
                 f"{urls.redact_url(archive)}: the ciphertext is not the one that "
-                f"{sidecar.sidecar_name(name)} describes.",
+                f"{sidecar.get_sidecar_name(name)} describes.",
                 code="CKPT0425",
             )
         facts["ciphertext_sha256"] = have["sha256"]
@@ -481,7 +513,7 @@ def split_archive_path(archive: str) -> tuple[str, str]:
     """Return (store, file name) of the path or URL of an archive.
 
     Raises:
-        UsageError: it is not named like one.
+        UsageError: the name does not have the suffix of an archive.
     """
     store, name = _split_path(archive)
     if not name.endswith((SUFFIX, ENCRYPTED)):
@@ -499,10 +531,14 @@ def require_archive(store: str, name: str) -> None:
 
 
 def refuse_protected(archive: str) -> None:
-    """Refuse to replace an archive that is under retention or a legal hold. One that does not exist is not refused.
+    """Raise DestinationExists if an archive exists and must not be replaced.
+
+    Args:
+        archive: path or URL of the archive.
 
     Raises:
-        DestinationExists: it is protected, or damaged, so that this cannot be known. Corrupt: the ledger is damaged.
+        DestinationExists: it is under retention or a legal hold, or is damaged, so that its holds are unknown.
+        Corrupt: the ledger is damaged.
     """
     store, name = _split_path(archive)
     if _file_exists(store, name):
@@ -511,14 +547,19 @@ def refuse_protected(archive: str) -> None:
 
 @contextmanager
 def replacing(archive: str) -> Iterator[None]:
-    """While the block runs, which replaces an archive, keep others from placing a hold on it, and record the
-    replacement in the ledger of an object store.
+    """Prevent that others place a hold on an archive while the block replaces it.
 
-    A store without a ledger gets none; there the archive's holds are only looked for right before the block.
+    In a folder, the ledger is locked meanwhile. In an object store, the ledger gets a line before the block and one
+    after it, unless the outcome is unknown. If there is no ledger, or no archive yet, protection is only checked once,
+    before the block.
+
+    Args:
+        archive: path or URL of the archive.
 
     Raises:
-        DestinationExists: it is under retention or a legal hold, or damaged, so that this cannot be known.
-        Corrupt: the ledger is damaged. RemoteError, CkpttoolError: it cannot be read or written.
+        DestinationExists: it is under retention or a legal hold, or is damaged, so that its holds are unknown.
+        Corrupt: the ledger is damaged.
+        RemoteError, CkpttoolError: the ledger cannot be read or written.
     """
     store, name = _split_path(archive)
     if not _file_exists(store, name) or ledger.read_entries_or_none(store) is None:
@@ -549,8 +590,10 @@ def replacing(archive: str) -> Iterator[None]:
 
 def _refuse_protected(store: str, name: str, history: History) -> None:
     """Raise DestinationExists if an existing archive is under retention or a legal hold, or damaged."""
-    row = make_row(name, read_archive_facts(store, name)[1], history)
-    why = f"it is not a valid archive: {row.damaged}" if row.facts is None else why_protected(row, datetime.now(UTC))
+    row = make_listing_row(name, read_archive_facts(store, name)[1], history)
+    why = (
+        f"it is not a valid archive: {row.damaged}" if row.facts is None else explain_protection(row, datetime.now(UTC))
+    )
     if why:
         where = f"{urls.redact_url(store).rstrip('/')}/{name}" if urls.is_url(store) else os.path.join(store, name)
         raise DestinationExists(
@@ -569,9 +612,9 @@ def _file_exists(store: str, name: str) -> bool:
         return source.exists(name)
 
 
-def why_protected(row: ListingRow, now: datetime) -> str:
-    """Return why an archive must not be deleted at the time `now`: a hold, a retention, or one that cannot be read; ""
-    if nothing protects it."""
+def explain_protection(row: ListingRow, now: datetime) -> str:
+    """Return why an archive must not be deleted at the time `now`, as text: a legal hold, a retention, or an invalid
+    end of the retention; "" if nothing protects it."""
     if row.held:
         return "under legal hold: " + "; ".join(row.held)
     if row.retain_until is not None:
@@ -590,7 +633,7 @@ def remove_file(store: str, name: str) -> None:
         RemoteError, CkpttoolError: it cannot be deleted.
     """
     if urls.is_url(store):
-        objects.remove_object(f"{store.rstrip('/')}/{name}")
+        objects.delete_object_versions(f"{store.rstrip('/')}/{name}")
         return
     try:
         os.unlink(os.path.join(store, name))

@@ -30,7 +30,7 @@ from . import signing
 from .archive import Archive
 from .archive_hashing import ArchiveFinding, ArchiveHasher
 from .frame_format import LOOK
-from .parallel_reading import read_with_workers
+from .parallel_reading import hash_with_workers
 
 __all__ = ["ArchiveFinding", "ArchiveVerdict", "verify_archive"]
 
@@ -39,7 +39,7 @@ __all__ = ["ArchiveFinding", "ArchiveVerdict", "verify_archive"]
 class ArchiveVerdict:
     """The result of a verification; sound if `findings` is empty. `signature` says who signed, or why that is unknown,
     `ledger` what the store's ledger says about the archive, `warnings` where ledger and hold file disagree and why
-    workers were not used, `workers` who read: `parallel_reading.read_with_workers`, None for one process."""
+    workers were not used, `workers` who read: `parallel_reading.hash_with_workers`, None for one process."""
 
     path: str
     depth: str
@@ -116,7 +116,7 @@ def verify_archive(
     structure: CkpttoolError | None = None
     try:
         archive = Archive(source, file)
-        components = _components_of(archive)
+        components = _list_components(archive)
         archive.read_retention()
     except CkpttoolError as e:
         structure = e
@@ -127,7 +127,7 @@ def verify_archive(
             if crew is None or path_for_workers is None:
                 hasher.hash_all(jobs, progress)
             else:
-                out.workers = read_with_workers(hasher, path_for_workers, crew, jobs, progress)
+                out.workers = hash_with_workers(hasher, path_for_workers, crew, jobs, progress)
         out.findings += hasher.compare()
     if structure is not None and not out.findings:
         text = str(structure).removeprefix(path).lstrip("/: ")
@@ -157,15 +157,16 @@ def verify_archive(
 def _open_workers(
     archive: Archive | None, spec: WorkersSpec, path: str | None, out: ArchiveVerdict
 ) -> Iterator[Workers | None]:
-    """While the block runs, keep workers open that read an archive.
-
-    Yields None if this process shall read alone; if others were asked for, a warning in `out` says why.
+    """Keep the workers that read an archive open while the block runs.
 
     Args:
-        archive: None if its structure is damaged.
-        spec: who reads, as in `ckpttool.convert`.
-        path: where workers open the archive; None if they cannot.
-        out: gets the warning.
+        archive: the archive; None if its structure is damaged.
+        spec: which workers to use, as in `ckpttool.convert`.
+        path: path or URL at which workers open the archive; None if they cannot.
+        out: gets a warning if workers were requested and cannot be used.
+
+    Yields:
+        The workers; None if this process must read alone.
     """
     why = None
     if path is None:
@@ -203,7 +204,7 @@ def _check_signature(
         wanted = f"{argument('public_key')} or {argument('certificates')}"
         out.signature = f"{signing.describe_signer(bundle)}, not checked (give {wanted})"
         return
-    out.signature = "good: " + signing.verify(
+    out.signature = "good: " + signing.verify_signature(
         bundle, archive.signed_files(), public_key=public_key, certificates=certificates
     )
 
@@ -217,7 +218,7 @@ def _check_root(out: ArchiveVerdict, root: str) -> None:
         raise Differs(f"{out.path}: its {what} {have}, not {wanted}. It is not the recorded state.", code="CKPT0501")
 
 
-def _components_of(archive: Archive) -> list[str]:
+def _list_components(archive: Archive) -> list[str]:
     """Return the sorted names of the components (model, optim, ...) that an archive holds.
 
     Raises:
@@ -230,13 +231,13 @@ def _components_of(archive: Archive) -> list[str]:
 def _compare_with_checkpoint(
     archive: Archive, against: str, components: list[str], workers: WorkersSpec, path: str | None, progress: Progress
 ) -> str:
-    """Compare an archive with a checkpoint; returns a text that says what was compared.
+    """Compare an archive with a checkpoint, and return a text that says what was compared.
 
     Args:
         against: the checkpoint, in any layout.
         components: those in the archive; if not all were exported, only these are compared.
-        workers: who reads, as in `ckpttool.convert`.
-        path: of the archive, for workers; if None, the open archive's own source is read.
+        workers: which processes read, as in `ckpttool.convert`.
+        path: path or URL at which workers open the archive; None: only the source of the open archive is read.
 
     Raises:
         Differs: they are not equal.

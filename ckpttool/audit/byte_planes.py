@@ -21,32 +21,35 @@ BLOCK = 1 << 20
 
 
 def split(data: memoryview | bytes, item: int, into: memoryview | None = None) -> memoryview:
-    """Return elements of `item` bytes as byte planes (all first bytes, then all second ones, ...), block by block of
-    `BLOCK` bytes.
+    """Split elements into byte planes (all first bytes, then all second ones, ...), separately in each block of `BLOCK`
+    bytes.
 
     Args:
-        data: whole blocks; the last one of a tensor may be shorter.
-        into: buffer of the same length that the planes are written to and that is returned; None: a new one.
+        data: complete blocks; the last block of a tensor may be shorter.
+        item: bytes of an element, a power of two.
+        into: buffer of the same length for the planes, which is returned; None: a new one.
     """
-    return _for_each_block(data, item, into, _split_block)
+    return _convert_by_block(data, item, into, _split_block)
 
 
 def merge(data: memoryview | bytes, item: int, into: memoryview | None = None) -> memoryview:
-    """Return the elements of `item` bytes that `split` has made into byte planes.
+    """Merge the byte planes that `split` made back into elements.
 
     Args:
-        data: whole blocks of `BLOCK` bytes; the last one of a tensor may be shorter.
-        into: buffer of the same length that the elements are written to and that is returned; None: a new one.
+        data: complete blocks of `BLOCK` bytes; the last block of a tensor may be shorter.
+        item: bytes of an element, a power of two.
+        into: buffer of the same length for the elements, which is returned; None: a new one.
     """
-    return _for_each_block(data, item, into, _merge_block)
+    return _convert_by_block(data, item, into, _merge_block)
 
 
-def _for_each_block(data: memoryview | bytes, item: int, into: memoryview | None, turn: Any) -> memoryview:
-    """Return `data` converted block by block; bytes that do not fill an element of `item` bytes stay as they are.
+def _convert_by_block(data: memoryview | bytes, item: int, into: memoryview | None, turn: Any) -> memoryview:
+    """Convert `data` block by block, and return the result. Bytes that do not fill an element are copied unchanged.
 
     Args:
+        item: bytes of an element; 1: everything is copied unchanged.
         into: buffer of the same length for the result; None: a new one.
-        turn: called with (whole elements of a block, where to write them, `item`), both as arrays of bytes.
+        turn: called with (complete elements of a block, where to write them, `item`), both as arrays of bytes.
     """
     out = memoryview(bytearray(len(data))) if into is None else into
     if item == 1:  # headers and JSON: `inspect` of an archive needs no numpy
@@ -77,10 +80,10 @@ def _split_halves(words: Any, item: int) -> tuple[Any, Any]:
 
 def _split_block(data: Any, planes: Any, item: int) -> None:
     """Write the byte planes of a block, `data`, of elements of `item` bytes into `planes`; both are arrays of bytes."""
-    _spread_words(data.view(f"<u{min(item, 8)}"), planes, item)
+    _split_words_into_planes(data.view(f"<u{min(item, 8)}"), planes, item)
 
 
-def _spread_words(words: Any, planes: Any, item: int) -> None:
+def _split_words_into_planes(words: Any, planes: Any, item: int) -> None:
     """Write words of `item` bytes into their byte planes, by splitting them in halves down to single bytes."""
     import numpy as np
 
@@ -90,29 +93,29 @@ def _spread_words(words: Any, planes: Any, item: int) -> None:
         np.right_shift(words, 8, out=planes[n:], casting="unsafe")
     else:
         for part, half in zip((planes[:n], planes[n:]), _split_halves(words, item), strict=True):
-            _spread_words(half, part, item // 2)
+            _split_words_into_planes(half, part, item // 2)
 
 
 def _merge_block(planes: Any, data: Any, item: int) -> None:
     """Write the elements of a block, of `item` bytes each, from its byte planes into `data`; both are arrays of
     bytes."""
-    _join_words(planes, data.view(f"<u{min(item, 8)}"), item)
+    _join_planes_into_words(planes, data.view(f"<u{min(item, 8)}"), item)
 
 
-def _join_words(planes: Any, words: Any, item: int) -> None:
+def _join_planes_into_words(planes: Any, words: Any, item: int) -> None:
     """Fill `words`, of `item` bytes each, from their byte planes, by joining halves."""
     import numpy as np
 
     n = len(planes) // 2
     low, high = planes[:n], planes[n:]
     if item == 16:
-        _join_words(low, words[0::2], 8)
-        _join_words(high, words[1::2], 8)
+        _join_planes_into_words(low, words[0::2], 8)
+        _join_planes_into_words(high, words[1::2], 8)
         return
     if item > 2:
         low, high = (np.empty(len(words), f"<u{item // 2}") for _ in range(2))
-        _join_words(planes[:n], low, item // 2)
-        _join_words(planes[n:], high, item // 2)
+        _join_planes_into_words(planes[:n], low, item // 2)
+        _join_planes_into_words(planes[n:], high, item // 2)
     np.copyto(words, high)
     np.left_shift(words, 4 * item, out=words)
     np.bitwise_or(words, low, out=words)

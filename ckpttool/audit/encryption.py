@@ -46,15 +46,15 @@ class _CallbackFile:
     def __init__(self, give: Callable[[int], bytes] | None = None, take: Callable[[bytes], None] | None = None) -> None:
         """Make a file object whose `read` calls `give`, or whose `write` calls `take`; None: it is not read, or not
         written."""
-        self._give_plain, self._take_cipher = give, take
+        self._read_plain_bytes, self._queue_ciphertext = give, take
 
     def read(self, size: int) -> bytes:
-        assert self._give_plain is not None
-        return self._give_plain(size)
+        assert self._read_plain_bytes is not None
+        return self._read_plain_bytes(size)
 
     def write(self, data: bytes) -> int:
-        assert self._take_cipher is not None
-        self._take_cipher(bytes(data))
+        assert self._queue_ciphertext is not None
+        self._queue_ciphertext(bytes(data))
         return len(data)
 
     def flush(self) -> None:
@@ -100,7 +100,7 @@ class Encryptor:
         view = memoryview(data).cast("B")
         for at in range(0, len(view), _PIECE):
             piece = bytes(view[at : at + _PIECE])
-            while not self._offer_piece(piece):
+            while not self._try_to_queue_piece(piece):
                 pass
 
     def finish(self) -> None:
@@ -112,27 +112,29 @@ class Encryptor:
         with self._changed:
             self._ended = True
             self._changed.notify_all()
-        while not self._write_rest():
+        while not self._write_remaining():
             pass
         self._thread.join()
 
     def close(self) -> None:
         """Stop the thread; ciphertext that was not passed on is lost."""
-        self._give_up()
+        self._stop_encryption()
         self._thread.join()
         self._plain.clear()
         self._encrypted.clear()
 
-    def _offer_piece(self, piece: bytes) -> bool:
-        """Put a piece into the queue of plain bytes, or pass ciphertext to `write` first; returns whether the piece was
-        put there. If not, call it again.
+    def _try_to_queue_piece(self, piece: bytes) -> bool:
+        """Queue a piece of plain bytes, or instead pass ciphertext to `write`, if enough of it is ready.
+
+        Returns:
+            Whether the piece was queued; if not, call it again.
 
         Raises:
-            CkpttoolError: encryption failed or was given up.
+            CkpttoolError: encryption failed or was stopped.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._has_room(piece) or self._should_write() or self._done or self._closed)
-            self._refuse_failed()
+            self._raise_if_failed()
             if not self._should_write():
                 self._plain.append(piece)
                 self._plain_bytes += len(piece)
@@ -149,22 +151,26 @@ class Encryptor:
         """Return whether there is enough ciphertext for a call of `write`: switching threads every 64 KiB is slow."""
         return self._encrypted_bytes >= _PIECE
 
-    def _write_rest(self) -> bool:
-        """Pass ciphertext to `write` after the last plain bytes; returns whether there is none left.
+    def _write_remaining(self) -> bool:
+        """Wait for ciphertext after the last plain bytes, and pass it to `write`.
+
+        Returns:
+            Whether all ciphertext has been written; if not, call it again.
 
         Raises:
-            CkpttoolError: encryption failed or was given up.
+            CkpttoolError: encryption failed or was stopped.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._should_write() or self._done or self._closed)
-            self._refuse_failed()
+            self._raise_if_failed()
             if not self._encrypted:
                 return True
         self._write_ready()
         return False
 
     def _write_ready(self) -> None:
-        """Pass all ciphertext that is ready to `write`; if that raises, encryption is given up."""
+        """Pass all ciphertext that is ready to `write`. If `write` raises, encryption is stopped and the exception
+        passed on."""
         with self._changed:
             ready = b"".join(self._encrypted)
             self._encrypted.clear()
@@ -173,18 +179,18 @@ class Encryptor:
         try:
             self._write(ready)
         except BaseException:
-            self._give_up()
+            self._stop_encryption()
             raise
 
-    def _refuse_failed(self) -> None:
+    def _raise_if_failed(self) -> None:
         """Raise CkpttoolError if encryption failed or was given up."""
         if self._closed:
             raise CkpttoolError("encryption was abandoned; the file that was written is incomplete.")
         if self._error is not None:
             raise CkpttoolError(f"encryption failed ({self._error}); the file that was written is incomplete.")
 
-    def _give_up(self) -> None:
-        """Tell the thread to stop."""
+    def _stop_encryption(self) -> None:
+        """Make the thread that encrypts stop, and later calls fail."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -192,11 +198,12 @@ class Encryptor:
     # what follows runs in the thread
 
     def _encrypt(self) -> None:
-        """Encrypt until the plain bytes end. This is what the thread runs; an error is kept for the other threads."""
+        """Encrypt until the plain bytes end. This is what the thread runs; an exception is kept in `_error` for the
+        other threads."""
         error: BaseException | None = None
         try:
             _import_pyrage().encrypt_io(
-                _CallbackFile(give=self._give_plain), _CallbackFile(take=self._take_cipher), self._keys
+                _CallbackFile(give=self._read_plain_bytes), _CallbackFile(take=self._queue_ciphertext), self._keys
             )
         except BaseException as e:
             error = e
@@ -204,8 +211,9 @@ class Encryptor:
             self._done, self._error = True, error
             self._changed.notify_all()
 
-    def _give_plain(self, size: int) -> bytes:
-        """Return the next plain bytes to pyrage, at most `size`; b"" at the end."""
+    def _read_plain_bytes(self, size: int) -> bytes:
+        """Return the next plain bytes from the queue, at most `size`; b"" at the end. pyrage calls this, and it waits
+        for them."""
         if not self._at_hand:
             with self._changed:
                 self._changed.wait_for(lambda: self._plain or self._ended or self._closed)
@@ -219,8 +227,8 @@ class Encryptor:
         self._at_hand = self._at_hand[len(out) :]
         return out
 
-    def _take_cipher(self, data: bytes) -> None:
-        """Take ciphertext from pyrage; waits while the queue is full."""
+    def _queue_ciphertext(self, data: bytes) -> None:
+        """Add ciphertext from pyrage to the queue; waits while the queue is full."""
         with self._changed:
             self._changed.wait_for(lambda: self._encrypted_bytes + len(data) <= WAITING or self._closed)
             if self._closed:
@@ -271,7 +279,7 @@ class _PieceWriter:
         self.error: BaseException | None = None
 
     def take(self, data: bytes) -> None:
-        """Take plain bytes from pyrage."""
+        """Collect plain bytes from pyrage, and pass them to `write` when there is 1 MiB of them."""
         self.held += data
         self.total += len(data)
         if len(self.held) >= _PIECE:
@@ -310,7 +318,7 @@ def decrypt(
     """
     pyrage = _import_pyrage()
     what = f"{source.root}/{file}"
-    start = _payload_start(source, file, what)
+    start = _find_payload_start(source, file, what)
     reader, out = _ReadAhead(source, file, progress), _PieceWriter(write)
     try:
         pyrage.decrypt_io(_CallbackFile(give=reader.give), _CallbackFile(take=out.take), list(identities))
@@ -340,12 +348,14 @@ def decrypt(
         ) from None
 
 
-def _payload_start(source: Source, file: str, what: str) -> int:
-    """Return the byte at which the encrypted pieces of an age file begin, after its header; `what` names it in
-    messages.
+def _find_payload_start(source: Source, file: str, what: str) -> int:
+    """Return the offset in an age file at which the encrypted chunks begin, after its header.
+
+    Args:
+        what: the path of the file, for messages.
 
     Raises:
-        Corrupt: it has no header, or one without end.
+        Corrupt: the file has no header, the header does not end, or the file ends right after it.
     """
     size = source.size(file)
     head = source.read(file, 0, min(size, _MAX_HEADER))
@@ -384,7 +394,7 @@ def parse_recipients(texts: Sequence[str]) -> list[Any]:
         if text.startswith(("age1", "ssh-")):
             out.append(_parse_recipient(text, "the recipient"))
             continue
-        lines = _lines(text, "recipient")
+        lines = _read_key_lines(text, "recipient")
         found = [_parse_recipient(line, f"{text}, line {i}, the recipient") for i, line in lines]
         if not found:
             raise UsageError(f"{text} holds no recipients.", code="CKPT0218")
@@ -403,10 +413,14 @@ def parse_recipients(texts: Sequence[str]) -> list[Any]:
 
 
 def _parse_recipient(text: str, what: str) -> Any:
-    """Return one public key, given as text, as an object of pyrage; `what` names it in messages.
+    """Parse one public key, and return it as an object of pyrage.
+
+    Args:
+        text: the key, "age1..." or "ssh-...".
+        what: how messages name it.
 
     Raises:
-        UsageError: it is not one, or a secret key.
+        UsageError: it is not a public key, or is a secret key.
     """
     import pyrage
 
@@ -440,7 +454,7 @@ def parse_identities(files: Sequence[str]) -> list[Any]:
             if data.lstrip().startswith(b"-----BEGIN") and b"PRIVATE KEY" in data[:200]:
                 out.append(pyrage.ssh.Identity.from_buffer(data))
                 continue
-            found = [pyrage.x25519.Identity.from_str(line) for _, line in _key_lines(data, file)]
+            found = [pyrage.x25519.Identity.from_str(line) for _, line in _parse_key_lines(data, file)]
         except pyrage.IdentityError as e:
             locked = "decrypted first" in str(e)
             more = (
@@ -457,24 +471,27 @@ def parse_identities(files: Sequence[str]) -> list[Any]:
     return out
 
 
-def _lines(file: str, kind: str) -> list[tuple[int, str]]:
-    """Return (line number, text) of the lines of a key file that are not empty or comments.
+def _read_key_lines(file: str, kind: str) -> list[tuple[int, str]]:
+    """Read a key file, and return (line number, text) of its lines that are neither empty nor comments.
 
     Args:
         kind: "recipient" or "identity", for messages.
 
     Raises:
-        UsageError: it cannot be read, or is encrypted or not text.
+        UsageError: the file cannot be read, or is encrypted or not text.
     """
-    return _key_lines(_read_key_file(file, kind), file)
+    return _parse_key_lines(_read_key_file(file, kind), file)
 
 
-def _key_lines(data: bytes, file: str) -> list[tuple[int, str]]:
-    """Return (line number, text) of the lines of a key file that are not empty or comments; `file` names it in
-    messages.
+def _parse_key_lines(data: bytes, file: str) -> list[tuple[int, str]]:
+    """Return (line number, text) of the lines of a key file that are neither empty nor comments.
+
+    Args:
+        data: the content of the file.
+        file: its name, for messages.
 
     Raises:
-        UsageError: it is encrypted or not text.
+        UsageError: the content is encrypted or not text.
     """
     if data.startswith((_MAGIC, b"-----BEGIN AGE ENCRYPTED FILE")):
         raise UsageError(f"{file} is encrypted itself; decrypt it first (age -d).", code="CKPT0218")
@@ -486,13 +503,13 @@ def _key_lines(data: bytes, file: str) -> list[tuple[int, str]]:
 
 
 def _read_key_file(file: str, kind: str) -> bytes:
-    """Return the bytes of a key file, at most 1 MiB.
+    """Return the first MiB of a key file.
 
     Args:
         kind: "recipient" or "identity", for messages.
 
     Raises:
-        UsageError: it cannot be read, or its name is a secret key.
+        UsageError: the file cannot be read, or `file` is a secret key instead of a file name.
     """
     if _is_secret_key(file):
         raise UsageError(f"this is a secret key; give the name of the {kind} file.", code="CKPT0218")
@@ -511,7 +528,7 @@ def _is_secret_key(text: str) -> bool:
 
 
 def _import_pyrage() -> Any:
-    """Import pyrage; raises MissingPackage."""
+    """Return the module pyrage; raises MissingPackage if it is not installed."""
     try:
         import pyrage
     except ImportError as e:

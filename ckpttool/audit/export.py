@@ -57,15 +57,19 @@ def export(
 ) -> Exported:
     """Write a checkpoint in any layout into one archive, NAME.tar.zst.
 
-    An encrypted archive is not read back, since the key is not here; age authenticates its bytes when they are read.
+    An encrypted archive is not read back, since that takes the secret key; age authenticates its bytes when they are
+    read. All other arguments are those of `convert`.
 
     Args:
-        options: an `ArchiveOptions`.
-        in_ledger: whether to write a line into the ledger of the store. (the others): as `convert`.
+        options: what to store, and how to compress, sign, encrypt and retain the archive.
+        in_ledger: whether to write a line into the ledger of the store.
+
+    Returns:
+        The result of the conversion, the facts of the archive, and its line in the ledger (None: there is none).
 
     Raises:
-        CkpttoolError: as `convert`, and the destination is as it was before; or the archive is there and its sidecar or
-            its line in the ledger could not be written, which the message says.
+        CkpttoolError: as `convert`, and the destination is unchanged; or the archive was written, but not its sidecar
+            or its line in the ledger, which the message says.
     """
     reading, writing, running = split_keywords(keywords)
     return export_archive(src, dst, options, in_ledger=in_ledger, reading=reading, writing=writing, running=running)
@@ -81,25 +85,26 @@ def export_archive(
     writing: WriteRequest,
     running: RunOptions,
 ) -> Exported:
-    """Write a checkpoint into an archive and, next to it, its sidecar, if it is encrypted, and its line in the ledger.
+    """Write a checkpoint into an archive, its line into the ledger and, if the archive is encrypted, a sidecar next to
+    it.
 
     Args:
         src: the checkpoint, in any layout.
         dst: path or URL of the archive.
-        options: those of the archive.
+        options: what to store, and how to compress, sign, encrypt and retain the archive.
         in_ledger: whether to write a line into the ledger of the store.
         reading, writing, running: how to read the checkpoint, what to write, and how to carry it out, as in `convert`.
 
     Raises:
-        CkpttoolError: the destination is as it was before; or the archive is there and its sidecar or its line in the
-            ledger could not be written, which the message says.
+        CkpttoolError: the destination is unchanged; or the archive was written, but not its sidecar or its line in the
+            ledger, which the message says.
     """
     sealed = bool(options.recipients)
     folder, name = urls.split_url(dst) if urls.is_url(dst) else os.path.split(os.path.abspath(dst))
     # a ledger that cannot be written is refused now, not after everything was copied
     clock = None
     if in_ledger and (urls.is_url(folder) or os.path.isdir(folder)):
-        clock = ledger.clock_warning(ledger.check_writable(folder))
+        clock = ledger.describe_clock_error(ledger.check_writable(folder))
     result = run_conversion(
         src,
         dst,
@@ -117,7 +122,7 @@ def export_archive(
             ciphertext = sidecar.hash_ciphertext(source, name, running.progress) if sealed else None
         if ciphertext is not None:
             sidecar.write_small_file(
-                folder, sidecar.sidecar_name(name), sidecar.encode_sidecar(asdict(known), ciphertext)
+                folder, sidecar.get_sidecar_name(name), sidecar.encode_sidecar(asdict(known), ciphertext)
             )
             recorded = True
         if in_ledger:
@@ -126,28 +131,30 @@ def export_archive(
                 facts["ciphertext_sha256"] = ciphertext["sha256"]
             entry = ledger.append_entry(folder, "export", name, **facts)
     except (CkpttoolError, OSError) as e:
-        raise _unrecorded(e, dst, recorded) from e
+        raise _make_unrecorded_error(e, dst, recorded) from e
     except KeyboardInterrupt:
         if entry is None and (in_ledger or not recorded):
-            raise _unrecorded(Interrupted("interrupted."), dst, recorded) from None
+            raise _make_unrecorded_error(Interrupted("interrupted."), dst, recorded) from None
         raise
     return Exported(result, known, entry)
 
 
-def _unrecorded(e: CkpttoolError | OSError, dst: str, sidecar_there: bool) -> CkpttoolError:
-    """Return an error of the same kind, whose message also says that the archive is whole, and what is missing next to
-    it.
+def _make_unrecorded_error(e: CkpttoolError | OSError, dst: str, sidecar_there: bool) -> CkpttoolError:
+    """Return an error that says that the archive is complete, but its sidecar or its line in the ledger is missing.
+
+    It is of the class of `e`, or a CkpttoolError for an OSError.
 
     Args:
-        e: why that could not be written.
-        dst: the archive.
-        sidecar_there: whether the sidecar is there (or not needed), so that only the ledger has no line.
+        e: why the sidecar or the line could not be written.
+        dst: path or URL of the archive.
+        sidecar_there: whether the sidecar exists or is not needed, so that only the line is missing.
     """
     where = urls.redact_url(dst)
     kind = type(e) if isinstance(e, CkpttoolError) else CkpttoolError
     if not sidecar_there:
         return kind(
-            f"{e} The archive {where} is whole, but {sidecar.sidecar_name(where)} is missing, and without it nobody "
+            f"{e} The archive {where} is whole, but {sidecar.get_sidecar_name(where)} is missing, and without it "
+            "nobody "
             "can list or keep it. Delete the archive and export again."
         )
     return kind(
@@ -165,15 +172,18 @@ def restore(
     scratch: str | None = None,
     **keywords: Unpack[RestoreKeywords],
 ) -> ConvertResult:
-    """Write the state of an archive in any layout.
+    """Write the state of an archive in any layout, and compare every tensor with its digest in the manifest.
+
+    All other arguments are those of `convert`.
 
     Args:
+        archive: path or URL of the archive.
+        dst: where to write the checkpoint.
         identities: files with the keys to an encrypted archive.
-        scratch: folder for its plain bytes while it is read; by default that of the destination. (the others): as
-            `convert`.
+        scratch: folder for the decrypted bytes of the archive while it is read; None: that of the destination.
 
     Raises:
-        CkpttoolError: as `convert`; every tensor has been compared with the digest in the manifest.
+        CkpttoolError: as `convert`, also if a tensor differs from its digest; the destination is unchanged.
     """
     reading, writing, running = split_keywords(keywords)
     return restore_archive(
@@ -197,17 +207,19 @@ def restore_archive(
     writing: WriteRequest,
     running: RunOptions,
 ) -> ConvertResult:
-    """Write the state of an archive in another layout; an encrypted one is decrypted first.
+    """Write the state of an archive in another layout, and compare every tensor with its digest in the manifest.
+
+    An encrypted archive is decrypted first.
 
     Args:
         archive: path or URL of the archive.
         dst: where to write the checkpoint.
         identities: files with the keys to an encrypted archive; () for others.
-        scratch: folder for its decrypted bytes while it is read; None: that of the destination.
+        scratch: folder for the decrypted bytes of the archive while it is read; None: that of the destination.
         reading, writing, running: how to read the archive, what to write, and how to carry it out, as in `convert`.
 
     Raises:
-        CkpttoolError: the destination is as it was before. Every tensor is compared with the digest in the manifest.
+        CkpttoolError: the conversion failed, or a tensor differs from its digest; the destination is unchanged.
     """
     where = place(archive)
     if where.file is not None and where.file.endswith(ENCRYPTED) and identities:

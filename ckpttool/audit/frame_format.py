@@ -41,16 +41,16 @@ __all__ = [
     "FrameFault",
     "FrameTable",
     "ThreadLocal",
-    "crc_table",
+    "decode_u32",
+    "decode_u32_columns",
     "decompress_frame",
-    "frame_header",
+    "encode_u32",
+    "make_crc_table",
+    "make_frame_header",
+    "make_seek_table",
     "parse_crc_table",
     "parse_frame_header",
-    "read_table",
-    "seek_table",
-    "u32_array",
-    "u32_bytes",
-    "u32_columns",
+    "read_frame_table",
 ]
 
 FRAME = 4 << 20
@@ -75,8 +75,8 @@ class ThreadLocal(threading.local):
 # -------------------------------------------------------------------------------------------------------- the tables
 
 
-def u32_array(data: bytes | bytearray | memoryview) -> array[int]:
-    """Return little-endian unsigned numbers of four bytes as an array."""
+def decode_u32(data: bytes | bytearray | memoryview) -> array[int]:
+    """Return little-endian unsigned 32-bit integers as an array."""
     out = array("I")
     assert out.itemsize == 4
     out.frombytes(data)
@@ -85,40 +85,41 @@ def u32_array(data: bytes | bytearray | memoryview) -> array[int]:
     return out
 
 
-def u32_columns(rows: bytes | bytearray | memoryview, width: int) -> list[array[int]]:
-    """Return the columns of a table of four-byte numbers, which has `width` of them in each row."""
-    numbers = u32_array(rows)
+def decode_u32_columns(rows: bytes | bytearray | memoryview, width: int) -> list[array[int]]:
+    """Return the `width` columns of a row-major table of little-endian unsigned 32-bit integers."""
+    numbers = decode_u32(rows)
     return [numbers[i::width] for i in range(width)]
 
 
-def u32_bytes(numbers: array[int]) -> bytes:
-    """Return four-byte numbers as little-endian bytes."""
+def encode_u32(numbers: array[int]) -> bytes:
+    """Return an array of unsigned 32-bit integers as little-endian bytes."""
     if sys.byteorder == "big":
         numbers = numbers[:]
         numbers.byteswap()
     return numbers.tobytes()
 
 
-def crc_table(crcs: array[int]) -> bytes:
-    """Return the CRC table of an archive file: a frame that zstd skips, with the CRC32 of every other frame's bytes."""
-    payload = CRC_TAG + struct.pack("<I", len(crcs)) + u32_bytes(crcs)
+def make_crc_table(crcs: array[int]) -> bytes:
+    """Return the CRC table of an archive file: a frame that zstd skips, with the CRC32 of the bytes of each frame
+    before it."""
+    payload = CRC_TAG + struct.pack("<I", len(crcs)) + encode_u32(crcs)
     return struct.pack("<II", CRC_MAGIC, len(payload) + 4) + payload + struct.pack("<I", crc32(payload))
 
 
-def seek_table(sizes: array[int], lengths: array[int], checksums: array[int], last: int) -> bytes:
+def make_seek_table(sizes: array[int], lengths: array[int], checksums: array[int], last: int) -> bytes:
     """Return the seek table of an archive file: a frame that zstd skips, with a row for each frame before it.
 
     Args:
         sizes: bytes of each frame in the file.
-        lengths: bytes of its content.
-        checksums: the last four bytes of each frame, as a number.
+        lengths: bytes of the content of each frame.
+        checksums: the last four bytes of each frame, as an integer.
         last: bytes of the CRC table, which is the last frame before the seek table.
     """
     rows = array("I", bytes(12 * len(sizes) + 12))
     rows[0:-3:3], rows[1:-3:3], rows[2:-3:3] = sizes, lengths, checksums
     rows[-3] = last
     foot = _FOOT.pack(len(sizes) + 1, _DESCRIPTOR, _SEEKABLE)
-    return struct.pack("<II", SEEK_MAGIC, 4 * len(rows) + len(foot)) + u32_bytes(rows) + foot
+    return struct.pack("<II", SEEK_MAGIC, 4 * len(rows) + len(foot)) + encode_u32(rows) + foot
 
 
 @dataclass
@@ -139,13 +140,13 @@ class FrameTable:
 LOOK = " Fetch the file again, or run `ckpttool audit verify` to see what is left of it."
 
 
-def read_table(source: Source, file: str) -> FrameTable:
-    """Read and check the tables at the end of an archive file, which say where its frames are.
+def read_frame_table(source: Source, file: str) -> FrameTable:
+    """Read and check the CRC table and the seek table at the end of an archive file, which say where its frames are.
 
     Raises:
         NotRecognised: there are none, or they are not those of ckpttool.
         Corrupt: they contradict each other or the file.
-        Unsafe: they have frames of more than `FRAME` bytes, or too many.
+        Unsafe: they list frames of more than `FRAME` bytes, or too many.
     """
     path = os.path.join(source.root, file)
     none = (
@@ -175,7 +176,7 @@ def read_table(source: Source, file: str) -> FrameTable:
             f"{wrong}the seek table of {count} frames does not begin {span} bytes before the end.{LOOK}",
             code="CKPT0425",
         )
-    sizes, lengths, checksums = u32_columns(raw[8 : -_FOOT.size], 3)
+    sizes, lengths, checksums = decode_u32_columns(raw[8 : -_FOOT.size], 3)
     last, frames = sizes.pop(), count - 1
     mark = lengths.pop(), checksums.pop()
     want = 8 + len(CRC_TAG) + 4 + 4 * frames + 4
@@ -211,10 +212,10 @@ def read_table(source: Source, file: str) -> FrameTable:
 
 
 def parse_crc_table(payload: memoryview) -> array[int] | None:
-    """Return the CRC32s in a CRC table, one for each frame; None if it is damaged.
+    """Return the CRC32s in a CRC table, one for each frame; None if the table is damaged.
 
     Args:
-        payload: the bytes of its frame after magic and size.
+        payload: the bytes of the table's own frame, after its magic number and size.
     """
     fixed = len(CRC_TAG) + 4
     if len(payload) < fixed + 4 or len(payload) % 4 or payload[:8] != CRC_TAG:
@@ -223,14 +224,14 @@ def parse_crc_table(payload: memoryview) -> array[int] | None:
         return None
     if struct.unpack_from("<I", payload, len(payload) - 4)[0] != crc32(payload[:-4]):
         return None
-    return u32_array(payload[fixed:-4])
+    return decode_u32(payload[fixed:-4])
 
 
 class FrameFault(Exception):
     """What is wrong with a frame."""
 
 
-def frame_header(length: int) -> bytes:
+def make_frame_header(length: int) -> bytes:
     """Return the header of a frame with `length` bytes of content, in the only form that ckpttool writes: size of the
     content, single segment, checksum, no dictionary."""
     flag, size = (0, 1) if length < 256 else (1, 2) if length < 65792 else (2, 4)
@@ -239,13 +240,13 @@ def frame_header(length: int) -> bytes:
 
 
 def parse_frame_header(frame: memoryview) -> tuple[int, int] | None:
-    """Return (bytes of content, bytes of the header) of a frame; None if its header is not as `frame_header` makes
+    """Return (bytes of content, bytes of the header) of a frame; None if its header is not as `make_frame_header` makes
     it."""
     if len(frame) < 6 or frame[4] & 0x3F != 0x24 or frame[4] >> 6 == 3:
         return None
     flag = frame[4] >> 6
     length = int.from_bytes(frame[5 : 5 + (1, 2, 4)[flag]], "little") + (256 if flag == 1 else 0)
-    head = frame_header(length) if 0 < length <= FRAME else b""
+    head = make_frame_header(length) if 0 < length <= FRAME else b""
     return (length, len(head)) if head and frame[: len(head)] == head else None
 
 
@@ -256,10 +257,11 @@ def decompress_frame(frame: memoryview, crc: int | None) -> bytes:
     """Return the content of a frame.
 
     Args:
-        crc: the CRC32 that its bytes must have; None: any.
+        crc: the CRC32 that the bytes of the frame must have; None: it is not checked.
 
     Raises:
-        FrameFault: it has another CRC32, cannot be decompressed, or has another size than its header says.
+        FrameFault: the CRC32 differs, the frame cannot be decompressed, or its content has another size than its header
+            says.
     """
     import zstandard
 

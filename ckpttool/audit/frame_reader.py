@@ -72,10 +72,10 @@ class FrameReader:
             if n == table.lengths[i] and i not in self._frames:
                 byte_planes.merge(self._read_frame(i), self.item_at(offset), view[:n])
             else:
-                view[:n] = self._cached_frame(i)[skip : skip + n]
+                view[:n] = self._get_cached_frame(i)[skip : skip + n]
             view, offset, i = view[n:], offset + n, i + 1
 
-    def _cached_frame(self, i: int) -> memoryview:
+    def _get_cached_frame(self, i: int) -> memoryview:
         """Return the content of the frame with number `i`, its byte planes merged to elements.
 
         The last `kept` frames are cached. One thread decompresses a frame and others wait for it; an error is not

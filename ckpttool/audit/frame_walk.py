@@ -25,7 +25,7 @@ from .frame_format import (
     decompress_frame,
     parse_crc_table,
     parse_frame_header,
-    read_table,
+    read_frame_table,
 )
 
 __all__ = ["FrameResult", "walk_file", "walk_frames"]
@@ -74,10 +74,10 @@ class _CheckedFrame(NamedTuple):
 
 
 def walk_file(source: Source, file: str, jobs: int) -> Iterator[FrameResult]:
-    """Yield every frame of an archive file, in order, decompressed by `jobs` threads; damaged frames and other damage
-    as results with a fault.
+    """Yield a result for every frame of an archive file, in order; `jobs` threads decompress them.
 
-    If the tables at the end are damaged, frames are found by their own headers and blocks.
+    Damaged frames and other damage are results with a fault. If the tables at the end of the file are damaged, frames
+    are found by their own headers and blocks.
 
     Raises:
         SourceChanged, RemoteError: the file cannot be read. Damage is never raised.
@@ -85,8 +85,8 @@ def walk_file(source: Source, file: str, jobs: int) -> Iterator[FrameResult]:
     size = source.size(file)
     search: _Search | None = None
     try:
-        table = read_table(source, file)
-        pieces = _spans_in_table(table, 0, len(table.offsets))
+        table = read_frame_table(source, file)
+        pieces = _list_spans_in_table(table, 0, len(table.offsets))
     except (SourceChanged, RemoteError):
         raise
     except CkpttoolError as e:
@@ -94,7 +94,7 @@ def walk_file(source: Source, file: str, jobs: int) -> Iterator[FrameResult]:
         pieces = search.spans()
         yield FrameResult(-1, 0, size, 0, None, str(e))
     crcs = array("I")
-    yield from _results_of(source, file, pieces, jobs, 0, crcs)
+    yield from _check_spans(source, file, pieces, jobs, 0, crcs)
     if search is not None and search.crcs is not None and search.crcs != crcs:
         k = next(
             (k for k, (a, b) in enumerate(zip(search.crcs, crcs, strict=False)) if a != b),
@@ -107,28 +107,33 @@ def walk_file(source: Source, file: str, jobs: int) -> Iterator[FrameResult]:
 def walk_frames(
     source: Source, file: str, table: FrameTable, first: int, stop: int, jobs: int
 ) -> Iterator[FrameResult]:
-    """Yield frames `first` to `stop` - 1 of an archive file whose tables are sound, in order, decompressed by `jobs`
-    threads; damaged ones as results with a fault.
+    """Yield a result for each of the frames `first` to `stop` - 1 of an archive file, in order; `jobs` threads
+    decompress them.
+
+    Damaged frames are results with a fault.
+
+    Args:
+        table: the tables at the end of the file, which must be intact.
 
     Raises:
         SourceChanged, RemoteError: the file cannot be read. Damage is never raised.
     """
-    return _results_of(source, file, _spans_in_table(table, first, stop), jobs, table.starts[first], array("I"))
+    return _check_spans(source, file, _list_spans_in_table(table, first, stop), jobs, table.starts[first], array("I"))
 
 
-def _results_of(
+def _check_spans(
     source: Source, file: str, pieces: Iterator[_FrameSpan], jobs: int, start: int, crcs: array[int]
 ) -> Iterator[FrameResult]:
-    """Check spans of a file, and yield their results, in order.
+    """Check spans of a file, and yield a result for each, in order; a wrong row of the seek table is a further result.
 
     Args:
         pieces: the spans: frames, and bytes that are not frames.
-        jobs: threads.
-        start: where the content of the first frame begins in the tar.
+        jobs: number of threads.
+        start: tar offset at which the content of the first frame begins.
         crcs: gets the CRC32 of each frame that could be read.
     """
     size = source.size(file)
-    for piece, seen in _check_in_threads(source, file, pieces, jobs):
+    for piece, seen in _check_spans_in_threads(source, file, pieces, jobs):
         if seen.crc is not None:
             crcs.append(seen.crc)
         if seen.length:
@@ -140,17 +145,18 @@ def _results_of(
             yield FrameResult(-1, 0, size, 0, None, seen.beside)
 
 
-def _spans_in_table(table: FrameTable, first: int, stop: int) -> Iterator[_FrameSpan]:
+def _list_spans_in_table(table: FrameTable, first: int, stop: int) -> Iterator[_FrameSpan]:
     """Yield the spans of frames `first` to `stop` - 1 in the file, as the tables list them."""
     for k in range(first, stop):
         offset = table.offsets[k]
         yield _FrameSpan(offset, table.sizes[k], None, table.lengths[k], table.crcs[k], table.checksums[k])
 
 
-def _check_in_threads(
+def _check_spans_in_threads(
     source: Source, file: str, pieces: Iterator[_FrameSpan], jobs: int
 ) -> Iterator[tuple[_FrameSpan, _CheckedFrame]]:
-    """Yield (a span, what was found in it), in order; at most 2 * `jobs` are checked or wait at once.
+    """Check spans in `jobs` threads, and yield (span, what was found in it), in order; at most 2 * `jobs` are in
+    flight.
 
     Raises:
         SourceChanged, RemoteError: the file cannot be read.
@@ -218,7 +224,7 @@ class _Search:
         self._base, self._data = 0, memoryview(b"")
         self._steps = self._vain = 0
 
-    def _bytes_at(self, at: int, length: int) -> memoryview:
+    def _read_bytes_at(self, at: int, length: int) -> memoryview:
         """Return `length` bytes of the file from offset `at` on, fewer at its end; valid until the next call.
 
         Raises:
@@ -244,15 +250,19 @@ class _Search:
                 end = self._frame_end(at)
                 if end is None:
                     end = self._find_next_frame(at + 1)
-                    header = parse_frame_header(self._bytes_at(at, 16)) if self._magic_at(at) == ZSTD_MAGIC else None
+                    header = (
+                        parse_frame_header(self._read_bytes_at(at, 16))
+                        if self._read_magic_at(at) == ZSTD_MAGIC
+                        else None
+                    )
                     fault = "the frame is damaged or cut off" if header else "these bytes are not a frame"
                     yield _FrameSpan(at, end - at, None, header[0] if header else 0, fault=fault)
-                elif self._magic_at(at) == ZSTD_MAGIC:
-                    frame = self._bytes_at(at, end - at)
+                elif self._read_magic_at(at) == ZSTD_MAGIC:
+                    frame = self._read_bytes_at(at, end - at)
                     header = parse_frame_header(frame)
                     assert header is not None
                     yield _FrameSpan(at, end - at, memoryview(bytes(frame)), header[0])
-                elif not self._is_table(at, end):
+                elif not self._is_archive_table(at, end):
                     yield _FrameSpan(at, end - at, None, 0, fault="a skippable frame that is not a table of an archive")
                 at = end
         except SourceChanged:
@@ -260,37 +270,37 @@ class _Search:
         except Corrupt as e:
             yield _FrameSpan(at, self.size - at, None, 0, fault=f"the file cannot be read from here on ({e})")
 
-    def _magic_at(self, at: int) -> int:
-        """Return the four bytes at an offset as a number."""
-        return int.from_bytes(self._bytes_at(at, 4), "little")
+    def _read_magic_at(self, at: int) -> int:
+        """Return the four bytes at a file offset as a little-endian integer."""
+        return int.from_bytes(self._read_bytes_at(at, 4), "little")
 
-    def _is_boundary(self, at: int) -> bool:
-        """Return whether the end of the file is at this offset, or the first bytes of a frame."""
-        magic = self._magic_at(at)
+    def _is_frame_boundary(self, at: int) -> bool:
+        """Return whether a file offset is the end of the file, or has the first bytes of a frame."""
+        magic = self._read_magic_at(at)
         return at == self.size or magic == ZSTD_MAGIC or magic >> 4 == CRC_MAGIC >> 4
 
     def _frame_end(self, at: int) -> int | None:
-        """Return where the frame that begins at this offset ends; None if none begins there.
+        """Return the file offset at which the frame that begins at offset `at` ends; None if no frame begins there.
 
-        It counts as a frame if another one or the end of the file follows, or if it is intact.
+        It counts as a frame if another frame or the end of the file follows, or if it is intact.
         """
-        magic = self._magic_at(at)
+        magic = self._read_magic_at(at)
         if magic == ZSTD_MAGIC:
-            end = self._end_by_blocks(at)
+            end = self._find_end_by_blocks(at)
         elif magic >> 4 == CRC_MAGIC >> 4 and self.size - at >= 8:
-            end = at + 8 + int.from_bytes(self._bytes_at(at + 4, 4), "little")
+            end = at + 8 + int.from_bytes(self._read_bytes_at(at + 4, 4), "little")
         else:
             return None
         if end is None or end > self.size:
             return None
-        return end if self._is_boundary(end) or self._is_sound(at, end) else None
+        return end if self._is_frame_boundary(end) or self._is_intact_frame(at, end) else None
 
-    def _is_sound(self, at: int, end: int) -> bool:
+    def _is_intact_frame(self, at: int, end: int) -> bool:
         """Return whether bytes `at` to `end` are an intact frame or an intact CRC table."""
-        if self._magic_at(at) != ZSTD_MAGIC:
+        if self._read_magic_at(at) != ZSTD_MAGIC:
             self._steps += (end - at) >> 10
-            return self._crcs_at(at, end) is not None
-        frame = self._bytes_at(at, end - at)
+            return self._read_crcs_at(at, end) is not None
+        frame = self._read_bytes_at(at, end - at)
         header = parse_frame_header(frame)
         self._steps += header[0] >> 10 if header else 0
         try:
@@ -299,10 +309,10 @@ class _Search:
             return False
         return True
 
-    def _end_by_blocks(self, at: int) -> int | None:
-        """Return where the zstd frame at this offset ends, as the lengths of its blocks say; None if they make no
-        sense."""
-        frame = self._bytes_at(at, MOST_FRAME_BYTES)
+    def _find_end_by_blocks(self, at: int) -> int | None:
+        """Return the file offset at which the zstd frame at offset `at` ends, by the lengths of its blocks; None if
+        they are invalid."""
+        frame = self._read_bytes_at(at, MOST_FRAME_BYTES)
         header = parse_frame_header(frame)
         if header is None:
             return None
@@ -320,31 +330,31 @@ class _Search:
                 return at + p + 4 if p + 4 <= len(frame) else None
         return None
 
-    def _crcs_at(self, at: int, end: int) -> array[int] | None:
-        """Return the CRC32s in the CRC table at bytes `at` to `end`; None if no intact one is there."""
+    def _read_crcs_at(self, at: int, end: int) -> array[int] | None:
+        """Return the CRC32s in the CRC table at bytes `at` to `end`; None if these are not an intact CRC table."""
         if (
-            self._magic_at(at) != CRC_MAGIC
+            self._read_magic_at(at) != CRC_MAGIC
             or end - at > 4 * MOST_FRAMES
-            or self._bytes_at(at + 8, len(CRC_TAG)) != CRC_TAG
+            or self._read_bytes_at(at + 8, len(CRC_TAG)) != CRC_TAG
         ):
             return None
-        return parse_crc_table(memoryview(bytes(self._bytes_at(at + 8, end - at - 8))))
+        return parse_crc_table(memoryview(bytes(self._read_bytes_at(at + 8, end - at - 8))))
 
-    def _is_table(self, at: int, end: int) -> bool:
-        """Return whether the frame at bytes `at` to `end`, which zstd skips, is the seek table or the CRC table. The
-        content of the CRC table is kept in `crcs`."""
-        if self._magic_at(at) == SEEK_MAGIC:
+    def _is_archive_table(self, at: int, end: int) -> bool:
+        """Return whether the skippable frame at bytes `at` to `end` is the seek table or the CRC table. The CRC32s of
+        the latter are kept in `crcs`."""
+        if self._read_magic_at(at) == SEEK_MAGIC:
             return end == self.size
         if self.crcs is None:
-            self.crcs = self._crcs_at(at, end)
+            self.crcs = self._read_crcs_at(at, end)
             return self.crcs is not None
         return False
 
     def _find_next_frame(self, at: int) -> int:
-        """Return where the next intact frame begins, at this offset or later; the end of the file if none does, or if
-        the search takes too long."""
+        """Return the offset of the next intact frame at or after offset `at`; the size of the file if there is none, or
+        if the search takes too long."""
         while at + 4 <= self.size and self._vain < _PATIENCE:
-            view = self._bytes_at(at, min(MOST_FRAME_BYTES, self.size - at))
+            view = self._read_bytes_at(at, min(MOST_FRAME_BYTES, self.size - at))
             found = _MAGIC.search(view)
             if found is None:
                 at += len(view) - 3

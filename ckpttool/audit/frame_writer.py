@@ -25,12 +25,12 @@ from .frame_format import (
     MOST_FRAME_BYTES,
     FrameFault,
     ThreadLocal,
-    crc_table,
+    decode_u32,
+    decode_u32_columns,
     decompress_frame,
-    seek_table,
-    u32_array,
-    u32_bytes,
-    u32_columns,
+    encode_u32,
+    make_crc_table,
+    make_seek_table,
 )
 
 if TYPE_CHECKING:
@@ -72,9 +72,8 @@ class _Compress:
         self.level = level
         self.local = ThreadLocal()
 
-    def _compressor(self, hash_log: int) -> Any:
-        """Return this thread's compressor with a table of 2^`hash_log` entries to look for matches; 0 leaves that to
-        the level."""
+    def _get_compressor(self, hash_log: int) -> Any:
+        """Return this thread's zstd compressor with a match table of 2^`hash_log` entries; 0: the level decides."""
         import zstandard
 
         key = str(hash_log)
@@ -99,23 +98,23 @@ class _Compress:
             fast: whether the content is numbers, not text.
         """
         few = self.level == 1 and fast and item > 1 and not self._has_repeats(data, item)
-        frame: bytes = self._compressor(7 if few else 0).compress(data)
+        frame: bytes = self._get_compressor(7 if few else 0).compress(data)
         return frame, crc32(frame)
 
     def _has_repeats(self, data: memoryview, item: int) -> bool:
-        """Return whether a sample of the second-highest byte plane compresses, as it does if rows of a tensor are there
+        """Return whether a sample of the second-highest byte plane compresses, as it does if rows of a tensor occur
         twice.
 
         Args:
             data: content in byte planes, block by block.
-            item: number of its planes, at least two.
+            item: number of byte planes, at least two.
         """
         sample = bytearray()
         for at in range(0, len(data), byte_planes.BLOCK):
             block = data[at : at + byte_planes.BLOCK]
             n = len(block) // item
             sample += block[(item - 2) * n :][: min(n, byte_planes.BLOCK // 4)]
-        return len(self._compressor(0).compress(sample)) < len(sample) - (len(sample) >> 5)
+        return len(self._get_compressor(0).compress(sample)) < len(sample) - (len(sample) >> 5)
 
 
 @dataclass
@@ -174,7 +173,7 @@ class FrameWriter:
         self._block = memoryview(bytearray(0))  # a block whose rest has not come yet
         self._waiting = 0  # bytes in it
         self._over = False
-        self._earlier = _earlier_frames(earlier)  # those that have not been met yet
+        self._earlier = _list_earlier_frames(earlier)  # those that have not been met yet
         self._read = earlier.read if earlier else None
         self.at = self._start = self._end = self._hashed = self._cut = 0
         self._rows = bytearray()  # per frame: its row in the seek table, its CRC32
@@ -183,7 +182,8 @@ class FrameWriter:
         self._hasher: Any = None
 
     def append(self, data: bytes | memoryview) -> None:
-        """Append content; of tensors that are stored in byte planes, give the tensor's own bytes."""
+        """Append content of the tar. For tensors that are stored in byte planes, pass the tensor's own bytes; they are
+        split here."""
         assert not self._over
         view = memoryview(data).cast("B")
         while len(view):
@@ -196,7 +196,8 @@ class FrameWriter:
                 self._submit_frame()
 
     def _open_frame(self) -> None:
-        """Begin a frame where the last one ended."""
+        """Begin a frame where the last one ended; waits for an earlier frame to be written if all buffers are in
+        use."""
         while self._cut + 1 < len(self.cuts) and self.cuts[self._cut + 1].offset <= self.at:
             self._cut += 1
         self._start, self._end = self.at, self.at + FRAME
@@ -210,8 +211,11 @@ class FrameWriter:
         self._buffer = self._free.pop()
 
     def _fill_frame(self, view: memoryview) -> int:
-        """Store the first bytes of `view` in the open frame, in byte planes if the cut says so; returns how many bytes
-        were taken."""
+        """Store the first bytes of `view` in the open frame, in byte planes if its split point has more than one.
+
+        Returns:
+            The number of bytes that were stored, or kept until a block is complete.
+        """
         assert self._buffer is not None
         item, at, room = self.cuts[self._cut].item, self.at - self._start, self._end - self.at
         if item == 1:
@@ -229,23 +233,24 @@ class FrameWriter:
         self._block[self._waiting : self._waiting + n] = view[:n]
         self._waiting += n
         if self._waiting == byte_planes.BLOCK or n == room:
-            self._split_waiting(at + n)
+            self._split_waiting_bytes(at + n)
         return n
 
-    def _split_waiting(self, end: int) -> None:
-        """Split the bytes that wait for a whole block into byte planes, and store them up to byte `end` of the open
-        frame."""
+    def _split_waiting_bytes(self, end: int) -> None:
+        """Split the bytes of the incomplete block into byte planes, and store them in the open frame, where they end at
+        byte `end`."""
         assert self._buffer is not None
         item, n = self.cuts[self._cut].item, self._waiting
         byte_planes.split(self._block[:n], item, self._buffer[end - n : end])
         self._waiting = 0
 
     def _submit_frame(self) -> None:
-        """Have threads compress and hash the open frame, and close it; write earlier frames that are done."""
+        """Close the open frame and submit it to the threads that compress and hash; write earlier frames that are
+        done."""
         assert self._buffer is not None
         n = self.at - self._start
         cut = self.cuts[self._cut]
-        hashed = self._hash_to(self.at)
+        hashed = self._submit_hashing(self.at)
         there = self._earlier.popleft() if self._earlier else None
         frame = self._pool.submit(self._make_frame, self._buffer[:n], cut, there)
         self._flying.append(_FrameInFlight(self._buffer, n, frame, hashed))
@@ -279,9 +284,9 @@ class FrameWriter:
         self._free.append(f.buffer)
         self.write(frame)
 
-    def _hash_to(self, end: int) -> Future[None]:
-        """Have a thread hash the content of the open frame from where hashing ended up to this offset of the
-        content."""
+    def _submit_hashing(self, end: int) -> Future[None]:
+        """Submit the content of the open frame, from where hashing ended up to the content offset `end`, to the hashing
+        thread."""
         assert self._buffer is not None
         part = self._buffer[self._hashed - self._start : end - self._start]
         future = self._hash_pool.submit(self._hash_members, self._hashed, part)
@@ -311,14 +316,14 @@ class FrameWriter:
         """Return {member: SHA-256 of its stored bytes, in hex} of the members that were appended to their end; waits
         for the hashing."""
         if self._buffer is not None:
-            self._hash_to(self.at - self._waiting).result()
+            self._submit_hashing(self.at - self._waiting).result()
         elif self._flying:
             self._flying[-1].hashed.result()
         return dict(self._sums)
 
     def resumable(self) -> bool:
-        """Return whether an unfinished file can be continued from here: a frame begins here, and no member is cut in
-        two."""
+        """Return whether a later run could continue the file from here: a frame begins here, and no member is split by
+        this offset."""
         i = bisect_left(self.cuts, self.at, key=lambda c: c.offset)
         return i < len(self.cuts) and self.cuts[i].offset == self.at and self._is_between_members(self.at)
 
@@ -328,10 +333,11 @@ class FrameWriter:
         return i == 0 or self.members[i - 1].end <= at
 
     def flush(self) -> None:
-        """Wait until everything appended is hashed and written; unless `resumable()`, nothing may follow."""
+        """Wait until all appended content is hashed and written. Content may be appended afterwards only if a frame
+        ends here."""
         if self._buffer is not None:
             if self._waiting:
-                self._split_waiting(self.at - self._start)
+                self._split_waiting_bytes(self.at - self._start)
             self._over = True
             self._submit_frame()
         while self._flying:
@@ -341,16 +347,16 @@ class FrameWriter:
         """Return {"frames": the sizes of the frames so far, in base64}, for a later run to continue from. Call it only
         after `flush`, and if `resumable()`."""
         assert not self._flying and self.resumable()
-        return {"frames": base64.b64encode(u32_bytes(u32_columns(self._rows, 4)[0])).decode()}
+        return {"frames": base64.b64encode(encode_u32(decode_u32_columns(self._rows, 4)[0])).decode()}
 
     def finish(self) -> None:
         """Write the last frame and the tables."""
         self.flush()
         self._over = True
-        sizes, lengths, checksums, crcs = u32_columns(self._rows, 4)
-        table = crc_table(crcs)
+        sizes, lengths, checksums, crcs = decode_u32_columns(self._rows, 4)
+        table = make_crc_table(crcs)
         self.write(table)
-        self.write(seek_table(sizes, lengths, checksums, len(table)))
+        self.write(make_seek_table(sizes, lengths, checksums, len(table)))
 
     def close(self) -> None:
         """Stop the threads; nothing is written afterwards."""
@@ -358,12 +364,12 @@ class FrameWriter:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _earlier_frames(earlier: EarlierFile | None) -> deque[tuple[int, int]]:
-    """Return (offset, length) of each frame that an earlier run says it has written; none if there was no such run, or
-    its record makes no sense."""
+def _list_earlier_frames(earlier: EarlierFile | None) -> deque[tuple[int, int]]:
+    """Return (offset, length) in the file of each frame that an earlier run has recorded; none if there was no such
+    run, or its record is invalid."""
     out: deque[tuple[int, int]] = deque()
     try:
-        sizes = u32_array(base64.b64decode(earlier.state["frames"], validate=True)) if earlier else ()
+        sizes = decode_u32(base64.b64decode(earlier.state["frames"], validate=True)) if earlier else ()
     except (KeyError, TypeError, ValueError):
         return out
     at = 0

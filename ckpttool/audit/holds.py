@@ -18,9 +18,9 @@ from . import ledger, sidecar
 from .archive import ArchiveFacts
 from .archive_store import (
     History,
-    holds_in_ledger,
-    identifying_fields,
-    make_row,
+    find_holds_in_ledger,
+    get_identifying_fields,
+    make_listing_row,
     read_archive_facts,
     remove_file,
     require_archive,
@@ -45,7 +45,7 @@ def hold(archive: str, reason: str) -> ledger.LedgerEntry:
         Locked: another run is deleting or replacing it. Corrupt: the ledger is damaged. CkpttoolError: the file cannot
             be written; the hold is in the ledger.
     """
-    store, name = _split_with_reason(archive, reason)
+    store, name = _check_reason_and_split_path(archive, reason)
     require_archive(store, name)
     locked = urls.is_url(archive) and objects.set_legal_hold(archive, on=True)
     with ledger.take_turn(store) as turn:
@@ -59,7 +59,7 @@ def hold(archive: str, reason: str) -> ledger.LedgerEntry:
             Raises:
                 Locked: another run is about to delete or replace it. UsageError: it is gone.
             """
-            begun = None if turn.alone or locked else ledger.find_unfinished(lines, name)
+            begun = None if turn.alone or locked else ledger.find_unfinished_change(lines, name)
             if begun is not None:
                 raise Locked(
                     f"{urls.redact_url(archive)} is not held: since line {begun['seq']} of the ledger, "
@@ -69,7 +69,7 @@ def hold(archive: str, reason: str) -> ledger.LedgerEntry:
                 )
             require_archive(store, name)
             _, known = read_archive_facts(store, name)
-            return identifying_fields(known) if isinstance(known, ArchiveFacts) else {}
+            return get_identifying_fields(known) if isinstance(known, ArchiveFacts) else {}
 
         entry = turn.append("hold", name, following=still_there, reason=reason, object_lock=locked)
         require_archive(store, name)
@@ -85,44 +85,56 @@ def hold(archive: str, reason: str) -> ledger.LedgerEntry:
 
 
 def _write_hold_file(store: str, name: str, turn: ledger.Turn, entry: ledger.LedgerEntry) -> None:
-    """Add the hold of a ledger entry to the file next to an archive; in an object store, also later holds that others
-    have placed meanwhile.
+    """Add the hold of a ledger entry to the hold file next to an archive.
+
+    In an object store, holds that others have meanwhile added to the ledger are written, too.
+
+    Args:
+        store, name: the store, and the file name of the archive.
+        turn: the open turn at the ledger.
+        entry: the "hold" line.
 
     Raises:
-        CkpttoolError: the file or the ledger cannot be read or written.
+        CkpttoolError: the hold file or the ledger cannot be read or written.
     """
     seen: list[ledger.LedgerEntry] = []
     new = [entry]
     while new:
         with open_source(store) as source:
-            held = sidecar.read_holds(source, name) if sidecar.hold_name(name) in source.list() else []
+            held = sidecar.read_holds(source, name) if sidecar.get_hold_file_name(name) in source.list() else []
         reasons = {h["reason"] for h in new}
         held = [h for h in held if h["reason"] not in reasons] + [{**h, "since": h["time"]} for h in new]
-        sidecar.write_small_file(store, sidecar.hold_name(name), sidecar.encode_holds(name, held))
+        sidecar.write_small_file(store, sidecar.get_hold_file_name(name), sidecar.encode_holds(name, held))
         seen += new
-        standing = [] if turn.alone else holds_in_ledger(turn.read(), name)[0].values()
+        standing = [] if turn.alone else find_holds_in_ledger(turn.read(), name)[0].values()
         new = [e for e in standing if e["seq"] > entry["seq"] and e not in seen]
 
 
 def release(archive: str, reason: str) -> ledger.LedgerEntry:
-    """End every legal hold of an archive, and return the entry of the ledger. Retention is not affected. The hold file
-    is removed after the line is written.
+    """End every legal hold of an archive, and return the ledger entry. Retention is not affected.
+
+    The hold file is removed after the line is written. If an object is not held any more, an earlier release, which may
+    have been interrupted, is completed and its entry returned.
 
     Args:
         archive: path or URL of the archive.
         reason: why it no longer has to be kept.
 
     Raises:
-        UsageError: no reason, no such archive, or nothing holds it. Corrupt: the ledger is damaged. RemoteError: the
-            store still holds the object; run the same command again.
+        UsageError: the reason is empty, the archive does not exist, or nothing holds it.
+        Corrupt: the ledger is damaged.
+        RemoteError: the store still holds the object; run the same command again.
     """
-    store, name = _split_with_reason(archive, reason)
+    store, name = _check_reason_and_split_path(archive, reason)
     require_archive(store, name)
-    if not urls.is_url(store) and not make_row(name, read_archive_facts(store, name)[1], History.of(store)).held:
+    if (
+        not urls.is_url(store)
+        and not make_listing_row(name, read_archive_facts(store, name)[1], History.of(store)).held
+    ):
         raise _NothingHeld(f"{archive} is not under a legal hold.")  # before a ledger is made for it
     with ledger.take_turn(store) as turn:
         _, known = read_archive_facts(store, name)
-        identity = identifying_fields(known) if isinstance(known, ArchiveFacts) else {}
+        identity = get_identifying_fields(known) if isinstance(known, ArchiveFacts) else {}
         history = History.of(store, turn.read())
 
         def ended(lines: list[ledger.LedgerEntry]) -> ledger.LedgerEntry:
@@ -134,7 +146,7 @@ def release(archive: str, reason: str) -> ledger.LedgerEntry:
             Raises:
                 _NothingHeld: nothing holds the archive.
             """
-            held = make_row(name, known, replace(history, lines=lines)).held
+            held = make_listing_row(name, known, replace(history, lines=lines)).held
             if not held:
                 raise _NothingHeld(f"{urls.redact_url(archive)} is not under a legal hold.")
             return {"released": list(held)}
@@ -147,7 +159,7 @@ def release(archive: str, reason: str) -> ledger.LedgerEntry:
                 raise
             entry = before[-1]
         if name in history.files:
-            remove_file(store, sidecar.hold_name(name))
+            remove_file(store, sidecar.get_hold_file_name(name))
         if not turn.alone:
             objects.set_legal_hold(archive, on=False)
             _restore_later_holds(archive, turn, entry)
@@ -155,14 +167,20 @@ def release(archive: str, reason: str) -> ledger.LedgerEntry:
 
 
 def _restore_later_holds(archive: str, turn: ledger.Turn, entry: ledger.LedgerEntry) -> None:
-    """Set again the legal holds of an object that the ledger records after the release `entry`: ending the object's
-    hold may have ended theirs.
+    """Set the legal hold of an object again if the ledger has holds after a release.
+
+    Ending the object's hold for the release may have ended that of the later holds, too.
+
+    Args:
+        archive: URL of the archive.
+        turn: the open turn at the ledger.
+        entry: the line of the release.
 
     Raises:
         CkpttoolError: the store does not allow it, or the ledger or the hold file cannot be read or written.
     """
     store, name = split_archive_path(archive)
-    for later in holds_in_ledger(turn.read(), name)[0].values():
+    for later in find_holds_in_ledger(turn.read(), name)[0].values():
         if later["seq"] > entry["seq"]:
             objects.set_legal_hold(archive, on=True)
             _write_hold_file(store, name, turn, later)
@@ -172,7 +190,7 @@ class _NothingHeld(UsageError):
     """There is nothing to release."""
 
 
-def _split_with_reason(archive: str, reason: str) -> tuple[str, str]:
+def _check_reason_and_split_path(archive: str, reason: str) -> tuple[str, str]:
     """Return (store, file name) of the path or URL of an archive.
 
     Raises:

@@ -16,7 +16,7 @@ hides what was done to it. In an object store, the whole object is replaced, on 
 Whoever holds, releases, deletes or replaces an archive does so in a turn (`take_turn`). In a folder, the lock lasts as
 long as the turn, so one of them acts at a time. An object store has no locks, and there the order of the lines decides:
 a deletion looks for holds in the lines before its own, and a hold is refused while a deletion in the lines before it
-has no end (`find_unfinished`).
+has no end (`find_unfinished_change`).
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ __all__ = [
     "Turn",
     "append_entry",
     "check_writable",
-    "clock_warning",
+    "describe_clock_error",
     "find_backward_times",
-    "find_unfinished",
-    "is_in_time",
-    "latest_records",
+    "find_latest_records",
+    "find_unfinished_change",
     "match_archive",
+    "may_still_carry_out",
     "read_entries",
     "read_entries_or_none",
     "take_turn",
@@ -111,17 +111,20 @@ def append_entry(store: str, event: str, archive: str, **facts: Any) -> LedgerEn
 
 @contextmanager
 def take_turn(store: str) -> Iterator[Turn]:
-    """While the block runs, keep all others from the ledger of a store, if that is in a folder; yields the turn. An
-    object store has no locks.
+    """Yield a turn to read the ledger of a store and append to it; in a folder, the ledger is locked while the block
+    runs.
+
+    An object store has no locks. In a folder, the ledger is created if there is none.
 
     Raises:
-        Corrupt: there is no such folder. Unsafe, CkpttoolError: the ledger cannot be opened or locked.
+        Corrupt: the folder does not exist.
+        Unsafe, CkpttoolError: the ledger cannot be opened or locked.
     """
     with ExitStack() as held:
         fd = None
         if not urls.is_url(store):
             try:
-                fd = held.enter_context(_open_locked(store, os.O_RDWR | os.O_CREAT | os.O_APPEND))
+                fd = held.enter_context(_open_locked_ledger(store, os.O_RDWR | os.O_CREAT | os.O_APPEND))
             except FileNotFoundError:
                 raise Corrupt(f"{store}: no such folder.", code="CKPT0426") from None
         yield Turn(store, fd)
@@ -138,13 +141,14 @@ class Turn:
         """Return every entry, after checking the chain of hashes.
 
         Raises:
-            Corrupt: with the number of the first line that does not belong there. RemoteError: the store fails.
+            Corrupt: with the number of the first line that is altered or out of order.
+            RemoteError: the store fails.
         """
         if self._fd is None:
             return read_entries(self.store)
         with open(self._fd, "rb", closefd=False) as f:
             f.seek(0)
-            return _check_chain(f.read(), _ledger_path(self.store))
+            return _parse_chain(f.read(), _get_ledger_path(self.store))
 
     def append(
         self,
@@ -154,18 +158,18 @@ class Turn:
         following: Callable[[list[LedgerEntry]], Mapping[str, Any]] | None = None,
         **facts: Any,
     ) -> LedgerEntry:
-        """Add an entry, durably, and return it.
+        """Append an entry, durably, and return it.
 
         Args:
             event: what happened to the archive: "export", "hold", ...
             archive: its file name.
-            following: called with the entries that this one will follow, and again whenever others add one before us;
-                returns further fields of the entry, or raises, and then nothing is added. None: there are none.
+            following: called with all entries before the new one, and again if others have appended some meanwhile;
+                returns further fields of the entry. If it raises, nothing is appended. None: there are no such fields.
             facts: further fields of the entry, as plain data.
 
         Raises:
-            Corrupt: the last line is torn or altered; nothing was added. RemoteError, CkpttoolError: it cannot be
-                written.
+            Corrupt: the last line is torn or altered; nothing was added.
+            RemoteError, CkpttoolError: the entry cannot be written.
             UsageError: the facts use reserved names, or are too large.
         """
         if taken := sorted(_OWN & facts.keys()):
@@ -175,13 +179,13 @@ class Turn:
                 f"An entry of the ledger needs an event and the file name of an archive, not {archive!r}.",
                 code="CKPT0203",
             )
-        facts = {"event": event, "archive": archive, "by": _current_user(), **facts}
+        facts = {"event": event, "archive": archive, "by": _get_current_user(), **facts}
         if self._fd is None:
-            entry = _append_object(self.store, facts, following)
+            entry = _append_to_object(self.store, facts, following)
         else:
             if following is not None:
                 facts |= following(self.read())
-            entry = _append_file(self.store, self._fd, facts)
+            entry = _append_to_file(self.store, self._fd, facts)
         where = urls.redact_url(self.store)
         note_change(
             f"Line {entry['seq']} of the ledger of {where} was written: {event} of {archive}. `ckpttool audit list "
@@ -190,15 +194,20 @@ class Turn:
         return entry
 
 
-def is_in_time(entry: Mapping[str, Any]) -> bool:
-    """Return whether this machine may still do what it announced by this line, which must be less than ten minutes old,
-    and at most five in the future; later, others take the run for killed."""
+def may_still_carry_out(entry: Mapping[str, Any]) -> bool:
+    """Return whether this machine may still carry out the change that a ledger line announces.
+
+    The line must be less than ten minutes old, and less than five minutes in the future, as clocks differ. Later,
+    others assume that the run was killed.
+    """
     return -_SKEW < datetime.now(UTC) - parse_time(entry["time"]) < _ACTS_WITHIN
 
 
-def find_unfinished(entries: Sequence[Mapping[str, Any]], archive: str) -> Mapping[str, Any] | None:
-    """Return the line that announced the deletion or replacement of an archive within the last hour, if no line says
-    how that ended; otherwise None."""
+def find_unfinished_change(entries: Sequence[Mapping[str, Any]], archive: str) -> Mapping[str, Any] | None:
+    """Return the line that announced a deletion or replacement of an archive whose outcome no later line records.
+
+    None if there is none that is less than an hour old: later, the run is assumed to have been killed.
+    """
     begun: dict[int, Mapping[str, Any]] = {}
     for e in (e for e in entries if e["archive"] == archive):
         if e["event"] in ("delete", "replace"):
@@ -212,17 +221,20 @@ def find_unfinished(entries: Sequence[Mapping[str, Any]], archive: str) -> Mappi
 
 
 def check_writable(store: str) -> list[LedgerEntry]:
-    """Refuse a store whose ledger cannot be written, before work that would end with a line; returns its entries, [] if
-    there is no ledger.
+    """Raise if the ledger of a store cannot be written. Call it before long work that ends with a line in the ledger.
 
     An existing ledger in a folder is opened for writing and locked, but not changed.
 
+    Returns:
+        The entries of the ledger; [] if there is none.
+
     Raises:
-        Unsupported: the store has no conditional writes. Corrupt: its ledger is damaged. CkpttoolError: it cannot be
-            opened for writing, or not be locked.
+        Unsupported: the store has no conditional writes.
+        Corrupt: the ledger is damaged.
+        CkpttoolError: it cannot be opened for writing, or not be locked.
     """
     if urls.is_url(store):
-        if objects.conditional_object(_ledger_url(store)) is None:
+        if objects.conditional_object(_get_ledger_url(store)) is None:
             raise Unsupported(
                 f"{urls.redact_url(store)}: a ledger needs a folder, S3 or Azure. Use {argument('no_ledger', True)}, "
                 "and keep the hashes elsewhere.",
@@ -230,8 +242,8 @@ def check_writable(store: str) -> list[LedgerEntry]:
             )
         return read_entries(store)
     try:
-        with _open_locked(store, os.O_RDWR | os.O_APPEND) as fd, open(fd, "rb", closefd=False) as f:
-            return _check_chain(f.read(), _ledger_path(store))
+        with _open_locked_ledger(store, os.O_RDWR | os.O_APPEND) as fd, open(fd, "rb", closefd=False) as f:
+            return _parse_chain(f.read(), _get_ledger_path(store))
     except FileNotFoundError:
         return []
 
@@ -252,23 +264,25 @@ def read_entries_or_none(store: str) -> list[LedgerEntry] | None:
     Raises:
         Corrupt: with the number of the first altered line. Unsafe, RemoteError, CkpttoolError: it cannot be read.
     """
-    data = _read_bytes(store)
-    return None if data is None else _check_chain(data, _ledger_path(store))
+    data = _read_ledger_bytes(store)
+    return None if data is None else _parse_chain(data, _get_ledger_path(store))
 
 
 def verify_chain(store: str, head: str | None = None) -> dict[str, Any]:
-    """Check the ledger of a store: no line was altered, removed or inserted.
-
-    Returns {"entries": number of lines, "head": hash of the last one, "first", "last": their times or None,
-    "backwards": the lines before whose time the clock was set back, as `find_backward_times` returns them}.
+    """Check that no line of a store's ledger was altered, removed or inserted.
 
     Args:
-        head: hash of any line, written down when it was the last one: only by it does it show that lines are missing at
-            the end, or that the ledger was written anew. None: this is not checked.
+        head: hash of any line, noted when that line was the last one. Without it, missing lines at the end, or a ledger
+            that was rewritten completely, are not found. None: this is not checked.
+
+    Returns:
+        {"entries": number of lines, "head": hash of the last one, "first", "last": their times or None, "backwards":
+        the lines before which a clock was set back, as `find_backward_times` returns them}.
 
     Raises:
         Corrupt: with the number of the first altered line; or there is no ledger.
-        Differs: no line has the hash `head`. UsageError: `head` is not a hash, or there is no such folder.
+        Differs: no line has the hash `head`.
+        UsageError: `head` is not a hash, or the folder does not exist.
     """
     if head is not None and not re.fullmatch(r"[0-9a-f]{64}", head):
         raise UsageError(
@@ -282,13 +296,14 @@ def verify_chain(store: str, head: str | None = None) -> dict[str, Any]:
     entries = read_entries_or_none(store)
     if entries is None:
         raise Corrupt(
-            f"{_ledger_path(store)} is missing: {store} has no ledger, so nothing shows what was done to its archives. "
+            f"{_get_ledger_path(store)} is missing: {store} has no ledger, so nothing shows what was done to its "
+            "archives. "
             "If there was one, bring it back.",
             code="CKPT0426",
         )
     if head is not None and all(e["hash"] != head for e in entries):
         raise Differs(
-            f"{_ledger_path(store)}: the chain of its {len(entries)} lines is whole, but none has the hash {head}. "
+            f"{_get_ledger_path(store)}: the chain of its {len(entries)} lines is whole, but none has the hash {head}. "
             "Lines at its end were cut off, or it was written anew.",
             code="CKPT0501",
         )
@@ -302,10 +317,13 @@ def verify_chain(store: str, head: str | None = None) -> dict[str, Any]:
 
 
 def find_backward_times(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the lines whose time is more than five minutes before that of the line before them.
+    """Return the lines whose time is more than five minutes before that of the preceding line.
 
-    Each is {"line": its number, "time": its time, "before": the time of the line before, "seconds": by how much that is
-    later}. A clock was wrong when one of the two was written; the ledger does not show which.
+    A clock was wrong when one of the two was written; the ledger does not show which.
+
+    Returns:
+        {"line": its number, "time": its time, "before": the time of the preceding line, "seconds": the difference} of
+        each.
     """
     out = []
     for a, b in pairwise(entries):
@@ -322,8 +340,9 @@ def find_backward_times(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, 
     return out
 
 
-def clock_warning(entries: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return a warning if this machine's clock is more than five minutes before the last line; otherwise None."""
+def describe_clock_error(entries: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return a warning if this machine's clock is more than five minutes behind the time of the last line; otherwise
+    None."""
     now = datetime.now(UTC).replace(microsecond=0)
     if not entries or parse_time(entries[-1]["time"]) - now <= _SKEW:
         return None
@@ -349,19 +368,23 @@ class Match:
     says: str
 
 
-def latest_records(entries: Sequence[LedgerEntry]) -> dict[str, LedgerEntry]:
-    """Return {archive: the last line that says which archive has this name}, of exports and `audit ledger add`."""
+def find_latest_records(entries: Sequence[LedgerEntry]) -> dict[str, LedgerEntry]:
+    """Return {archive: the last "export" or "add" line of this name}, of lines that have a manifest hash."""
     return {e["archive"]: e for e in entries if e["event"] in _RECORDS and isinstance(e.get("manifest_sha256"), str)}
 
 
 def match_archive(recorded: Mapping[str, LedgerEntry], name: str, known: Mapping[str, Any]) -> Match:
-    """Compare an archive with what was recorded under its name.
+    """Compare an archive with the one that the ledger records under its name.
 
     Args:
-        recorded: {name: the line that records an archive}, of `latest_records`.
+        recorded: {name: the line that records an archive}, as `find_latest_records` returns it.
         name: the file name of the archive.
         known: facts of the archive: "manifest_sha256", "merkle_root", "sums_sha256", "ciphertext_sha256", "signed"
             (bool) and "signed_by"; what is None, empty or missing on either side is not compared.
+
+    Returns:
+        Whether it is the recorded archive, another one, recorded under another name, or not recorded; also as a
+        sentence.
     """
     line = recorded.get(name)
     others = (e for n, e in recorded.items() if n != name and known.get("manifest_sha256") == e["manifest_sha256"])
@@ -402,12 +425,12 @@ def _describe_difference(known: Mapping[str, Any], line: Mapping[str, Any]) -> s
 # ----------------------------------------------------------------------------------------------------------- the chain
 
 
-def _ledger_path(store: str) -> str:
-    """Return the path of a ledger for messages, or its URL without credentials."""
+def _get_ledger_path(store: str) -> str:
+    """Return the path of a store's ledger; of an object store, the URL without credentials, for messages."""
     return f"{urls.redact_url(store).rstrip('/')}/{FILE}" if urls.is_url(store) else os.path.join(store, FILE)
 
 
-def _current_user() -> str:
+def _get_current_user() -> str:
     """Return "user@host" of this process."""
     try:
         user = getpass.getuser()
@@ -416,14 +439,14 @@ def _current_user() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def _canonical_json(entry: LedgerEntry) -> bytes:
+def _encode_canonical_json(entry: LedgerEntry) -> bytes:
     """Return an entry as bytes, in the only form in which it is hashed and written."""
     return json.dumps(entry, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
-def _entry_hash(entry: LedgerEntry) -> str:
+def _hash_entry(entry: LedgerEntry) -> str:
     """Return the SHA-256, in hex, of an entry without its field "hash"."""
-    return sha256(_canonical_json({k: v for k, v in entry.items() if k != "hash"})).hexdigest()
+    return sha256(_encode_canonical_json({k: v for k, v in entry.items() if k != "hash"})).hexdigest()
 
 
 def _make_entry(facts: LedgerEntry, last: LedgerEntry | None) -> tuple[LedgerEntry, bytes]:
@@ -443,9 +466,9 @@ def _make_entry(facts: LedgerEntry, last: LedgerEntry | None) -> tuple[LedgerEnt
         **facts,
     }
     try:
-        entry = json.loads(_canonical_json(entry))
-        entry["hash"] = _entry_hash(entry)
-        line = _canonical_json(entry) + b"\n"
+        entry = json.loads(_encode_canonical_json(entry))
+        entry["hash"] = _hash_entry(entry)
+        line = _encode_canonical_json(entry) + b"\n"
     except (TypeError, ValueError, RecursionError) as e:
         raise UsageError(f"An entry of the ledger must be plain data ({e}).", code="CKPT0203") from None
     if len(line) > _LINE:
@@ -454,19 +477,20 @@ def _make_entry(facts: LedgerEntry, last: LedgerEntry | None) -> tuple[LedgerEnt
 
 
 def _parse_line(line: bytes, what: str, number: int) -> LedgerEntry:
-    """Return the entry of a line, if it is as ckpttool writes it and its own hash is right.
+    """Return the entry of a line, after checking its form, its field types and its own hash.
 
     Args:
+        line: the line, without its newline.
         what, number: the ledger's path and the number of the line, for messages.
 
     Raises:
-        Corrupt: it is not.
+        Corrupt: the line was altered.
     """
     try:
         entry = parse(line, what)
-        if not isinstance(entry, dict) or not entry.keys() >= _OWN or _canonical_json(entry) != line:
+        if not isinstance(entry, dict) or not entry.keys() >= _OWN or _encode_canonical_json(entry) != line:
             raise ValueError("it is not written as ckpttool writes it")
-        if entry["hash"] != _entry_hash(entry):
+        if entry["hash"] != _hash_entry(entry):
             raise ValueError("its hash is wrong")
         if type(entry["seq"]) is not int or entry["seq"] < 1:
             raise ValueError("its number is not a number")
@@ -474,24 +498,28 @@ def _parse_line(line: bytes, what: str, number: int) -> LedgerEntry:
             raise ValueError("its fields have wrong types")
         parse_time(entry["time"])
     except (TypeError, ValueError, RecursionError) as e:
-        raise _altered_error(what, number, str(e)) from None
+        raise _make_altered_error(what, number, str(e)) from None
     except (Corrupt, Unsafe):
-        raise _altered_error(what, number, "it is not JSON that ckpttool writes") from None
+        raise _make_altered_error(what, number, "it is not JSON that ckpttool writes") from None
     return entry
 
 
-def _altered_error(what: str, number: int, why: str) -> Corrupt:
-    """Return the error for an altered line of the ledger `what`."""
+def _make_altered_error(what: str, number: int, why: str) -> Corrupt:
+    """Return the error for line `number` of the ledger at path `what`, which was altered, as the text `why` says."""
     return Corrupt(
         f"{what}: line {number} was altered: {why}. What it and the lines after it say proves nothing.", code="CKPT0426"
     )
 
 
-def _check_chain(data: bytes, what: str) -> list[LedgerEntry]:
-    """Return all entries in the bytes of a ledger, whose path is `what`.
+def _parse_chain(data: bytes, what: str) -> list[LedgerEntry]:
+    """Parse all lines of a ledger, and check that each follows the preceding one.
+
+    Args:
+        data: the content of the ledger.
+        what: its path, for messages.
 
     Raises:
-        Corrupt: a line is torn or altered, or does not follow the line before.
+        Corrupt: a line is torn or altered, or does not follow the preceding one.
     """
     entries: list[LedgerEntry] = []
     prev, at = FIRST, 0
@@ -499,7 +527,7 @@ def _check_chain(data: bytes, what: str) -> list[LedgerEntry]:
         end = data.find(b"\n", at)
         number = len(entries) + 1
         if end < 0:
-            raise _torn_error(what, number, at, len(data))
+            raise _make_torn_error(what, number, at, len(data))
         entry = _parse_line(data[at:end], what, number)
         if (entry["seq"], entry["prev"]) != (number, prev):
             raise Corrupt(
@@ -513,9 +541,13 @@ def _check_chain(data: bytes, what: str) -> list[LedgerEntry]:
     return entries
 
 
-def _torn_error(what: str, number: int, at: int, size: int) -> Corrupt:
-    """Return the error for a last line without end, which begins at byte `at` of the `size` bytes of the ledger
-    `what`."""
+def _make_torn_error(what: str, number: int, at: int, size: int) -> Corrupt:
+    """Return the error for a last line that does not end with a newline.
+
+    Args:
+        what, number: the ledger's path and the number of the line.
+        at, size: the offset at which the line begins, and the bytes of the ledger.
+    """
     return Corrupt(
         f"{what}: line {number} is torn: its {size - at} bytes have no end. A run was killed while it wrote them, or "
         f"they were altered. Keep a copy, cut them off (truncate -s {at} FILE), and see that the archives are as "
@@ -527,38 +559,38 @@ def _torn_error(what: str, number: int, at: int, size: int) -> Corrupt:
 # -------------------------------------------------------------------------------------------------------------- folder
 
 
-def _read_bytes(store: str) -> bytes | None:
+def _read_ledger_bytes(store: str) -> bytes | None:
     """Return the whole ledger of a store; None if there is none.
 
     Raises:
         Unsafe, RemoteError, CkpttoolError: it cannot be read.
     """
     if urls.is_url(store):
-        data, token = objects.get_with_token(_ledger_url(store))
+        data, token = objects.get_with_token(_get_ledger_url(store))
         return None if token is None else data
     try:
-        with _open_locked(store, os.O_RDONLY) as fd, open(fd, "rb", closefd=False) as f:
+        with _open_locked_ledger(store, os.O_RDONLY) as fd, open(fd, "rb", closefd=False) as f:
             return f.read()
     except FileNotFoundError:
         return None
 
 
 @contextmanager
-def _open_locked(store: str, flags: int) -> Iterator[int]:
-    """While the block runs, keep the file of a ledger open and locked: shared with other readers, exclusively for
-    writing. Yields its descriptor.
+def _open_locked_ledger(store: str, flags: int) -> Iterator[int]:
+    """Keep the ledger of a folder open and locked while the block runs, and yield its file descriptor.
 
     Args:
-        flags: those of `os.open`.
+        flags: those of `os.open`. With O_RDONLY the lock is shared with other readers, otherwise it is exclusive.
 
     Raises:
-        FileNotFoundError: there is no ledger. Unsafe: it is not a regular file. CkpttoolError: it cannot be opened or
-            locked.
+        FileNotFoundError: there is no ledger.
+        Unsafe: it is not a regular file.
+        CkpttoolError: it cannot be opened or locked.
     """
     import fcntl
     import stat
 
-    path = _ledger_path(store)
+    path = _get_ledger_path(store)
     try:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     except FileNotFoundError:
@@ -580,7 +612,7 @@ def _open_locked(store: str, flags: int) -> Iterator[int]:
         os.close(fd)
 
 
-def _append_file(store: str, fd: int, facts: LedgerEntry) -> LedgerEntry:
+def _append_to_file(store: str, fd: int, facts: LedgerEntry) -> LedgerEntry:
     """Append an entry with these fields to the ledger of a folder, whose lock is held, and make it durable; returns the
     entry.
 
@@ -588,7 +620,7 @@ def _append_file(store: str, fd: int, facts: LedgerEntry) -> LedgerEntry:
         Corrupt: the last line is torn or altered. UsageError: the facts are not plain data, or too large.
         CkpttoolError: the line cannot be written (NoSpace: for lack of room); the ledger is as it was.
     """
-    path = _ledger_path(store)
+    path = _get_ledger_path(store)
     try:
         size = os.fstat(fd).st_size
         entry, line = _make_entry(facts, _read_last_entry(fd, size, path))
@@ -607,8 +639,8 @@ def _append_file(store: str, fd: int, facts: LedgerEntry) -> LedgerEntry:
 
 
 def _read_last_entry(fd: int, size: int, what: str) -> LedgerEntry | None:
-    """Return the entry of the last line, whose own hash is checked, but not the lines before; None if the ledger is
-    empty.
+    """Return the entry of the last line; None if the ledger is empty. Only this line's own hash is checked, not the
+    chain.
 
     Args:
         fd, size: the open ledger and its bytes.
@@ -624,7 +656,7 @@ def _read_last_entry(fd: int, size: int, what: str) -> LedgerEntry | None:
     at = tail.rfind(b"\n", 0, len(tail) - 1) + 1
     if not tail.endswith(b"\n") or (at == 0 and start):
         number = _count_lines(fd, size) + 1
-        raise _torn_error(what, number, start + tail.rfind(b"\n") + 1, size)
+        raise _make_torn_error(what, number, start + tail.rfind(b"\n") + 1, size)
     try:
         return _parse_line(tail[at:-1], what, 0)
     except Corrupt:
@@ -639,33 +671,35 @@ def _count_lines(fd: int, size: int) -> int:
 # -------------------------------------------------------------------------------------------------------- object store
 
 
-def _ledger_url(store: str) -> str:
+def _get_ledger_url(store: str) -> str:
     """Return the URL of a store's ledger."""
     return f"{store.rstrip('/')}/{FILE}"
 
 
-def _append_object(
+def _append_to_object(
     store: str, facts: LedgerEntry, following: Callable[[list[LedgerEntry]], Mapping[str, Any]] | None
 ) -> LedgerEntry:
-    """Append an entry to the ledger of an object store, and return it: the object is replaced if nobody else has
-    replaced it meanwhile, otherwise we try again.
+    """Append an entry to the ledger of an object store, and return the entry.
+
+    The object is replaced on the condition that it has not changed since it was read; otherwise this is tried again.
 
     Args:
         facts: the fields of the entry.
-        following: called with the entries that this one will follow, at every try; returns further fields, or raises.
-            None: there are none.
+        following: called at every try with all entries before the new one; returns further fields, or raises. None:
+            there are no such fields.
 
     Raises:
-        Corrupt: the ledger is damaged. UsageError: the facts are not plain data, or too large.
+        Corrupt: the ledger is damaged.
+        UsageError: the facts are not plain data, or too large.
         RemoteError: the store fails, or others wrote to it at every try; nothing was added.
     """
-    url, what = _ledger_url(store), _ledger_path(store)
+    url, what = _get_ledger_url(store), _get_ledger_path(store)
     sent: tuple[LedgerEntry, bytes] | None = None
     for k in range(_SWAPS):
         data, token = objects.get_with_token(url)
         if sent and data.startswith(sent[1]):
             return sent[0]  # it had been written, only the answer was lost
-        entries = _check_chain(data, what)
+        entries = _parse_chain(data, what)
         more = following(entries) if following is not None else {}
         entry, line = _make_entry({**facts, **more}, entries[-1] if entries else None)
         if objects.put_if_unchanged(url, data + line, token):

@@ -26,12 +26,12 @@ from .byte_planes import BLOCK
 __all__ = [
     "SCHEMA",
     "Manifest",
-    "check_manifest",
+    "compute_max_record_bytes",
+    "decode_and_check_manifest",
     "decode_sums",
     "encode_manifest",
     "encode_sums",
-    "max_record_bytes",
-    "readme_text",
+    "make_readme",
 ]
 
 SCHEMA = "ckpttool.audit/1"
@@ -58,17 +58,17 @@ class Manifest:
         return merkle_root((n, t.dtype, t.shape, self.digests[n]) for n, t in self.tensors.items())
 
 
-def max_record_bytes(archive_bytes: int) -> int:
-    """Return the most bytes that a record (one of the JSON or text files) may have in an archive of `archive_bytes`
-    bytes, so that a small file cannot fill the memory."""
+def compute_max_record_bytes(archive_bytes: int) -> int:
+    """Return the maximum size of a record (a JSON or text file) in an archive of `archive_bytes` bytes, so that a small
+    file cannot fill the memory."""
     return min(_MOST, _FLOOR + _RATIO * archive_bytes)
 
 
 def encode_manifest(found: Manifest, places: Mapping[str, plan.TensorPlace]) -> bytes:
-    """Return the bytes of MANIFEST.json: one line a member, one line a tensor.
+    """Return the content of MANIFEST.json, with a line for each member and each tensor.
 
     Args:
-        found: its content.
+        found: what to encode.
         places: {tensor: its place in the archive}.
     """
     parts: dict[str, list[str]] = {}
@@ -95,12 +95,19 @@ def encode_manifest(found: Manifest, places: Mapping[str, plan.TensorPlace]) -> 
         "components": components,
     }
     members = [{"name": n, "bytes": size, "sha256": h} for n, (size, h) in found.hashes.items()]
-    rows = [_tensor_row(n, found, places[n]) for names in found.grouped for n in names]
+    rows = [_make_tensor_row(n, found, places[n]) for names in found.grouped for n in names]
     text = encode_json(head, indent=1)[:-2]
-    return text + b',\n "members": ' + _json_lines(members) + b',\n "tensors": ' + _json_lines(rows) + b"\n}\n"
+    return (
+        text
+        + b',\n "members": '
+        + _encode_json_lines(members)
+        + b',\n "tensors": '
+        + _encode_json_lines(rows)
+        + b"\n}\n"
+    )
 
 
-def _tensor_row(name: str, found: Manifest, place: plan.TensorPlace) -> dict[str, Any]:
+def _make_tensor_row(name: str, found: Manifest, place: plan.TensorPlace) -> dict[str, Any]:
     """Return the entry of the tensor `name` in MANIFEST.json, as plain data."""
     t = found.tensors[name]
     row = {
@@ -116,13 +123,14 @@ def _tensor_row(name: str, found: Manifest, place: plan.TensorPlace) -> dict[str
     return row | {"planes": place.item} if place.item > 1 else row
 
 
-def _json_lines(rows: Sequence[Any]) -> bytes:
+def _encode_json_lines(rows: Sequence[Any]) -> bytes:
     """Return a JSON array as bytes, with one line for each row."""
     return b"[\n" + b",\n".join(b"  " + encode_json(r) for r in rows) + b"\n ]" if rows else b"[]"
 
 
 def decode_manifest(data: bytes, what: str) -> Manifest:
-    """Return the content of MANIFEST.json. The places of tensors in it are not checked; `check_manifest` does that.
+    """Parse MANIFEST.json. The member, offset and size that it gives for a tensor are not checked; `decode_and_check_manifest`
+    does that.
 
     Args:
         what: the path, for messages.
@@ -145,12 +153,12 @@ def decode_manifest(data: bytes, what: str) -> Manifest:
             name.encode()
             if joined(path) != name or name in tensors:
                 raise Corrupt(f"{what}: the entry of {name[:200]!r} is damaged, or there twice.", code="CKPT0425")
-            tensors[name], digests[name] = t, _checked_digest(row["digest"])
+            tensors[name], digests[name] = t, _check_digest(row["digest"])
             by_member.setdefault(row["member"], []).append(name)
-        hashes = {str(m["name"]): (_checked_count(m["bytes"]), _checked_digest(m["sha256"])) for m in parsed["members"]}
+        hashes = {str(m["name"]): (_check_count(m["bytes"]), _check_digest(m["sha256"])) for m in parsed["members"]}
         step = parsed["step"]
         if step is not None:
-            _checked_count(step)
+            _check_count(step)
         grouped = list(by_member.values())
         return Manifest(tensors, digests, grouped, hashes, parsed["coding"] != "plain", step)
     except (KeyError, TypeError, ValueError, AttributeError) as e:
@@ -158,13 +166,14 @@ def decode_manifest(data: bytes, what: str) -> Manifest:
 
 
 def _parse_tensor(path: Path, dtype: Any, shape: Any, what: str) -> TensorEntry:
-    """Check the path, dtype and shape of an entry in a manifest; returns the tensor, without places of its data.
+    """Check the path, dtype and shape of a tensor's row in a manifest, and return the tensor, without chunks.
 
     Args:
         what: the path of the manifest, for messages.
 
     Raises:
-        Corrupt, Unsafe: path, dtype or shape make no sense. ValueError: a size of the shape is not a count.
+        Corrupt, Unsafe: path, dtype or shape are invalid.
+        ValueError: a size of the shape is not a count.
     """
     if not path or path[0] not in COMPONENTS or not all(type(p) is int or type(p) is str for p in path):
         raise Corrupt(f"{what}: {str(path)[:80]} is not the path of a tensor.", code="CKPT0425")
@@ -174,7 +183,7 @@ def _parse_tensor(path: Path, dtype: Any, shape: Any, what: str) -> TensorEntry:
         raise Corrupt(f"{what}: {str(shape)[:80]} is not a shape.", code="CKPT0425")
     total = 1
     for n in shape:
-        total *= _checked_count(n)
+        total *= _check_count(n)
         if total > MAX_NUMEL:
             raise Unsafe(
                 f"{what}: a tensor of shape {str(shape)[:80]} has more elements than any file holds.", code="CKPT0704"
@@ -182,31 +191,34 @@ def _parse_tensor(path: Path, dtype: Any, shape: Any, what: str) -> TensorEntry:
     return TensorEntry(dtype, tuple(shape), path, Chunks(len(shape)))
 
 
-def _checked_count(n: Any) -> int:
-    """Return `n` if it is a number of things, otherwise raise ValueError."""
+def _check_count(n: Any) -> int:
+    """Return `n` if it is an integer from 0 to `MAX_NUMEL`, otherwise raise ValueError."""
     if type(n) is not int or not 0 <= n <= MAX_NUMEL:
         raise ValueError(f"{str(n)[:40]} is not a count")
     return n
 
 
-def _checked_digest(text: Any) -> str:
+def _check_digest(text: Any) -> str:
     """Return `text` if it is a digest of 64 digits in hex, otherwise raise ValueError."""
     if not isinstance(text, str) or len(text) != 64 or not set(text) <= set("0123456789abcdef"):
         raise ValueError(f"{str(text)[:80]!r} is not a digest")
     return text
 
 
-def check_manifest(data: bytes, mtime: int, head: bytes, what: str) -> tuple[Manifest, plan.ArchivePlan]:
-    """Return (the content of MANIFEST.json, the places of everything in its archive, which follow from that).
+def decode_and_check_manifest(data: bytes, mtime: int, head: bytes, what: str) -> tuple[Manifest, plan.ArchivePlan]:
+    """Parse MANIFEST.json, and check that it is, byte for byte, what ckpttool would write for its content.
 
     Args:
         data: the bytes of MANIFEST.json.
-        mtime: time of all members, in seconds.
+        mtime: modification time of all members, in seconds.
         head: the content of README.txt; for the check only its length counts.
         what: the path, for messages.
 
+    Returns:
+        (the manifest, the plan of all places in its archive that follows from it).
+
     Raises:
-        Corrupt, Unsafe: it is not, byte for byte, what ckpttool would write for its content.
+        Corrupt, Unsafe: it is damaged, or not what ckpttool would write.
     """
     found = decode_manifest(data, what)
     planned = plan.make_plan(found.grouped, found.tensors, found.shuffle, mtime, head)
@@ -216,7 +228,7 @@ def check_manifest(data: bytes, mtime: int, head: bytes, what: str) -> tuple[Man
 
 
 def encode_sums(hashes: Iterable[tuple[str, str]]) -> bytes:
-    """Return the content of SHA256SUMS, for `sha256sum -c`, from (member, SHA-256 in hex)."""
+    """Return the content of SHA256SUMS, for `sha256sum -c`; `hashes` are (member, SHA-256 in hex)."""
     return "".join(f"{h}  {name}\n" for name, h in hashes).encode()
 
 
@@ -234,7 +246,7 @@ def decode_sums(data: bytes, what: str) -> dict[str, str]:
         h, _, name = line.partition("  ")
         found[name] = h
     try:
-        if encode_sums((n, _checked_digest(h)) for n, h in found.items()) == data:
+        if encode_sums((n, _check_digest(h)) for n, h in found.items()) == data:
             return found
     except ValueError:
         pass
@@ -246,7 +258,7 @@ def sha256_hex(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def readme_text(shuffle: bool) -> bytes:
+def make_readme(shuffle: bool) -> bytes:
     """Return the content of README.txt, which says how to read the archive without ckpttool.
 
     Args:

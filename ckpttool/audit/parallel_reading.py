@@ -15,22 +15,22 @@ from typing import Any
 
 from ..engine.copy.fill import Progress
 from ..engine.workers.executors import Workers
-from ..engine.workers.part_requests import absolute_path, encode_error
+from ..engine.workers.part_requests import encode_error, make_absolute
 from ..engine.workers.part_worker import SingleEntryCache
-from ..engine.workers.parts import WorkPart, least_part_bytes, run_parts
+from ..engine.workers.parts import WorkPart, choose_least_part_bytes, run_parts
 from ..errors import CkpttoolError
 from ..layouts import place
 from .archive import Archive
 from .archive_hashing import ArchiveHasher
 
-__all__ = ["cut_members", "hash_requested_part", "read_with_workers"]
+__all__ = ["hash_requested_part", "hash_with_workers", "split_archive_into_parts"]
 
 
-def cut_members(archive: Archive) -> list[WorkPart]:
-    """Return the parts of an archive for workers: runs of frames that begin and end with members (files in the
-    archive)."""
+def split_archive_into_parts(archive: Archive) -> list[WorkPart]:
+    """Return the parts of an archive for workers: runs of frames that begin and end at boundaries of members (files in
+    the archive)."""
     table = archive.table
-    least = least_part_bytes(table.logical_size)
+    least = choose_least_part_bytes(table.logical_size)
     out: list[WorkPart] = []
     first = at = 0
     for member in archive.plan.members:
@@ -42,26 +42,29 @@ def cut_members(archive: Archive) -> list[WorkPart]:
     return out
 
 
-def read_with_workers(
+def hash_with_workers(
     hasher: ArchiveHasher, path: str, workers: Workers, jobs: int, progress: Progress
 ) -> dict[str, Any]:
-    """Have workers read and hash every frame of an archive whose structure is sound, and add what they found to
-    `hasher`.
-
-    Returns facts of the run: "name" and "count" of the workers, "parts": their number, and "again": how many of them
-    had to be submitted again.
+    """Have workers read and hash every frame of an archive, and add the results to `hasher`.
 
     Args:
+        hasher: the hasher of an archive whose structure is intact.
         path: path or URL at which the workers open the archive.
+        workers: the workers.
         jobs: threads of each worker.
+        progress: called with ("verify", bytes done, bytes in all).
+
+    Returns:
+        {"name", "count": of the workers, "parts": number of parts, "again": how many of them had to be submitted
+        again}.
 
     Raises:
         SourceChanged, CkpttoolError: what a worker raised, or that no worker could read a part.
     """
     archive = hasher.archive
     assert archive is not None
-    parts = cut_members(archive)
-    same = {"path": absolute_path(path), "archive": _archive_id(archive), "jobs": jobs}
+    parts = split_archive_into_parts(archive)
+    same = {"path": make_absolute(path), "archive": _identify_archive(archive), "jobs": jobs}
 
     def request(number: int) -> str:
         """Return the request for the part with this number, as JSON."""
@@ -79,7 +82,12 @@ def read_with_workers(
 def hash_requested_part(request: str) -> str:
     """Read and hash the frames that a request names; this runs in a worker.
 
-    Returns the result of `ArchiveHasher.hash_part` as JSON, or, for an error of errors.py, that error as JSON.
+    Args:
+        request: {"path", "archive": as `_identify_archive` returns it, "jobs": threads, "first", "stop": frames} as
+            JSON.
+
+    Returns:
+        The result of `ArchiveHasher.hash_part` as JSON, or, if a CkpttoolError was raised, that error as JSON.
     """
     asked = json.loads(request)
     try:
@@ -93,17 +101,17 @@ def hash_requested_part(request: str) -> str:
         return encode_error(e)
 
 
-def _archive_id(archive: Archive) -> list[Any]:
-    """Return what tells an archive from others on any machine: the hash of its manifest, and the identity of its file
-    (size, time or version) without the device."""
+def _identify_archive(archive: Archive) -> list[Any]:
+    """Return what identifies an archive on any machine: the hash of its manifest, and the identity of its file (size,
+    time or version) without the device."""
     return [archive.manifest_sha256, *archive.identities()[archive.file][1:]]
 
 
-def _open_archive(asked: str) -> Archive:
+def _open_requested_archive(asked: str) -> Archive:
     """Open the archive that a request names.
 
     Args:
-        asked: [its path, what `_archive_id` must return for it] as JSON.
+        asked: [its path, what `_identify_archive` must return for it] as JSON.
 
     Raises:
         CkpttoolError: it cannot be opened, or this worker finds another one at that path.
@@ -112,7 +120,7 @@ def _open_archive(asked: str) -> Archive:
     where = place(path)
     try:
         archive = Archive(where.source, where.file or "")
-        if _archive_id(archive) == wanted:
+        if _identify_archive(archive) == wanted:
             return archive
     except BaseException:
         where.source.close()
@@ -125,4 +133,4 @@ def _open_archive(asked: str) -> Archive:
     )
 
 
-_opened = SingleEntryCache(_open_archive)
+_opened = SingleEntryCache(_open_requested_archive)

@@ -23,7 +23,7 @@ from ..storage.source import Source
 from . import manifest, retention, tarball
 from .archive_options import ArchiveOptions
 
-__all__ = ["collect_provenance", "decode_config_files", "decode_provenance", "encode_provenance", "member_mtime"]
+__all__ = ["collect_provenance", "decode_config_files", "decode_provenance", "encode_provenance", "get_member_mtime"]
 
 _PACKAGES = ("torch", "transformers", "deepspeed", "safetensors", "zstandard", "blake3")
 _DEEPEST = 64  # parts of a path
@@ -32,15 +32,16 @@ _DEEPEST = 64  # parts of a path
 def collect_provenance(
     how: ArchiveOptions, now: datetime, mtime: int, ckpt: Checkpoint, source: Source, config: str | None
 ) -> dict[str, Any]:
-    """Return the content of PROVENANCE.json for an export. If it is reproducible, that is only what was given on the
-    command line.
+    """Return the content of PROVENANCE.json for an export.
+
+    A reproducible export records nothing about the files of the source, the machine or the user.
 
     Args:
         how: the options of the export.
         now: the time of the export.
         mtime: when the source was last written, in seconds.
         ckpt, source: the checkpoint that is exported, and its files.
-        config: folder with config.json and tokenizer that were named on the command line; None: those in the source.
+        config: folder with config.json and tokenizer, if one was named on the command line; None: those in the source.
 
     Raises:
         CkpttoolError: a configuration file cannot be read.
@@ -68,8 +69,8 @@ def collect_provenance(
         "modified": retention.format_time(datetime.fromtimestamp(mtime, UTC)),
     }
     out["step"] = step_count(ckpt.value)
-    out["made_on"] = {"host": socket.gethostname(), "user": _current_user(), "system": platform.platform()}
-    installed = {name: found for name in _PACKAGES if (found := _installed_version(name))}
+    out["made_on"] = {"host": socket.gethostname(), "user": _get_current_user(), "system": platform.platform()}
+    installed = {name: found for name in _PACKAGES if (found := _get_installed_version(name))}
     out["versions"] = {"python": platform.python_version(), **installed}
     out["notes"] = list(ckpt.notes)
     out["order"] = list(ckpt.tensors)
@@ -90,7 +91,7 @@ def _encode_config_file(data: bytes) -> dict[str, str]:
         return known | {"base64": base64.b64encode(data).decode()}
 
 
-def _installed_version(name: str) -> str | None:
+def _get_installed_version(name: str) -> str | None:
     """Return the version of an installed package; None if it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
@@ -100,8 +101,8 @@ def _installed_version(name: str) -> str | None:
         return None
 
 
-def _current_user() -> str:
-    """Return the name of the user; the number, if it has no name."""
+def _get_current_user() -> str:
+    """Return the name of the user, or the user ID if it has no name."""
     import getpass
 
     try:
@@ -128,7 +129,7 @@ def decode_provenance(data: bytes, what: str) -> dict[str, Any]:
     if not isinstance(parsed, dict) or parsed.get("schema") != manifest.SCHEMA:
         raise Corrupt(f"{what} is of another schema than {manifest.SCHEMA!r}.", code="CKPT0425")
     if unknown := sorted(set(parsed) - _KINDS.keys()):
-        raise Corrupt(f"{what} has an entry {tarball.shorten(unknown[0])}, which no archive has.", code="CKPT0425")
+        raise Corrupt(f"{what} has an entry {tarball.shorten_name(unknown[0])}, which no archive has.", code="CKPT0425")
     for key, fits in _KINDS.items():
         if key in parsed or key in _ALWAYS:
             try:
@@ -154,14 +155,17 @@ def decode_config_files(record: Mapping[str, Any], what: str) -> dict[str, bytes
     out = {}
     for name, f in (record.get("config_files") or {}).items():
         if os.path.basename(name) != name or name in ("", ".", "..") or not name.isprintable() or "\\" in name:
-            raise Unsafe(f"{what}: {tarball.shorten(name)} is not the name of a configuration file.", code="CKPT0702")
+            raise Unsafe(
+                f"{what}: {tarball.shorten_name(name)} is not the name of a configuration file.", code="CKPT0702"
+            )
         try:
             data = f["text"].encode() if "text" in f else base64.b64decode(f["base64"], validate=True)
         except ValueError:
             data = b""
         if manifest.sha256_hex(data) != f["sha256"]:
             raise Corrupt(
-                f"{what}: the configuration file {tarball.shorten(name)} does not have its SHA-256.", code="CKPT0425"
+                f"{what}: the configuration file {tarball.shorten_name(name)} does not have its SHA-256.",
+                code="CKPT0425",
             )
         out[name] = data
     return out
@@ -189,37 +193,40 @@ def _is_time(x: Any) -> bool:
     return bool(retention.parse_time(x))
 
 
-def member_mtime(record: Mapping[str, Any]) -> int:
-    """Return the time of all members of an archive with this provenance, in seconds: when its source was last written
-    or, if the export was reproducible, the time of the export; 0 if there is neither."""
+def get_member_mtime(record: Mapping[str, Any]) -> int:
+    """Return the modification time, in seconds, that all members of an archive with this provenance have.
+
+    It is when the source was last written or, for a reproducible export, the time of the export; 0 if neither is
+    recorded.
+    """
     when = (record.get("source") or {}).get("modified") or record["created"]
     return int(retention.parse_time(when).timestamp()) if when else 0
 
 
-def _or_none(fits: Any) -> Any:
+def _allow_none(fits: Any) -> Any:
     """Return a check that accepts None and what the check `fits` accepts."""
     return lambda x: x is None or fits(x)
 
 
-def _is_path(x: Any) -> bool:
-    """Return whether a value is the path of an entry in a checkpoint: a list of texts and numbers, not empty."""
+def _is_entry_path(x: Any) -> bool:
+    """Return whether a value is the path of an entry in a checkpoint: a list of strings and counts, not empty."""
     return isinstance(x, list) and 0 < len(x) <= _DEEPEST and all(type(p) is str or _is_count(p) for p in x)
 
 
 def _is_list_of_path_pairs(x: Any) -> bool:
     """Return whether a value is a list of [path, path], of entries in a checkpoint."""
     return isinstance(x, list) and all(
-        isinstance(r, list) and len(r) == 2 and _is_path(r[0]) and _is_path(r[1]) for r in x
+        isinstance(r, list) and len(r) == 2 and _is_entry_path(r[0]) and _is_entry_path(r[1]) for r in x
     )
 
 
-def _is_source(x: Any) -> bool:
-    """Return whether a value describes the source of an export, with all fields."""
+def _is_source_record(x: Any) -> bool:
+    """Return whether a value describes the source of an export: a dict with exactly the expected fields and types."""
     kinds = {
         "path": _is_text,
         "layout": _is_text,
-        "trainer": _or_none(_is_text),
-        "world_size": _or_none(_is_count),
+        "trainer": _allow_none(_is_text),
+        "world_size": _allow_none(_is_count),
         "files": _is_count,
         "bytes": _is_count,
         "modified": _is_time,
@@ -235,8 +242,8 @@ def _is_dict_of_files(x: Any) -> bool:
     )
 
 
-def _is_delta(x: Any) -> bool:
-    """Return whether a value says what a delta is made from, as `engine.difference` has it."""
+def _is_delta_record(x: Any) -> bool:
+    """Return whether a value describes what a delta is made from, with the fields that `engine.difference` gives it."""
     return (
         isinstance(x, dict)
         and x.keys() == {"base", "result", "base_tensors", "tensors"}
@@ -254,8 +261,8 @@ _KINDS: dict[str, Any] = {
     "schema": _is_text,
     "tool": _is_text,
     "version": _is_text,
-    "created": _or_none(_is_time),
-    "only": _or_none(
+    "created": _allow_none(_is_time),
+    "only": _allow_none(
         lambda x: (
             _is_list_of_texts(x)
             and x
@@ -264,9 +271,9 @@ _KINDS: dict[str, Any] = {
         )
     ),
     "meta": _is_dict_of_texts,
-    "git_commit": _or_none(_is_text),
-    "source": _is_source,
-    "step": _or_none(_is_count),
+    "git_commit": _allow_none(_is_text),
+    "source": _is_source_record,
+    "step": _allow_none(_is_count),
     "made_on": _is_dict_of_texts,
     "versions": _is_dict_of_texts,
     "notes": _is_list_of_texts,
@@ -274,5 +281,5 @@ _KINDS: dict[str, Any] = {
     "origin": _is_list_of_path_pairs,
     "tied": _is_dict_of_texts,
     "config_files": _is_dict_of_files,
-    "delta": _is_delta,
+    "delta": _is_delta_record,
 }

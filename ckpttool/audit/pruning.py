@@ -23,15 +23,15 @@ from .archive import ENCRYPTED, ArchiveFacts
 from .archive_store import (
     History,
     ListingRow,
-    archive_names,
-    export_time,
-    holds_in_file,
-    identifying_fields,
-    listing_order,
-    make_row,
+    explain_protection,
+    get_export_time,
+    get_identifying_fields,
+    get_listing_sort_key,
+    list_archive_names,
+    make_listing_row,
     read_archive_facts,
+    read_hold_events,
     remove_file,
-    why_protected,
 )
 from .retention import format_time
 
@@ -61,27 +61,30 @@ def prune(
     no_ledger: bool = False,
     now: datetime | None = None,
 ) -> Pruned:
-    """Delete the archives that no policy keeps and nothing protects.
+    """Delete the archives of a store that no policy keeps and nothing protects.
+
+    At least one of the three policies is needed; None: do not use it.
 
     Args:
-        keep_last: keep this many of the newest of every run (`--meta run=` of the export; archives without it are one
-            run). None, of each policy: do not use it.
+        store: folder or URL of the store.
+        keep_last: keep this many of the newest archives of each run (`--meta run=` of the export; archives without it
+            are one run).
         keep_within: keep those exported within this time before `now`.
-        keep_every: keep those whose training step is a multiple of it.
+        keep_every: keep those whose training step is a multiple of this number.
         dry_run: change nothing, not even the ledger.
-        no_ledger: also delete archives that the ledger does not know, and in stores without one; known holds still
-            count.
+        no_ledger: also delete archives that the ledger does not know, and those in stores without a ledger; known holds
+            still count.
         now: the present time; None: that of the clock.
 
     Raises:
-        UsageError: no policy is given, or an invalid one. Corrupt: the ledger is damaged, or missing although there are
-            archives; nothing was deleted.
+        UsageError: no policy is given, or an invalid one.
+        Corrupt: the ledger is damaged, or missing although there are archives; nothing was deleted.
         RemoteError, CkpttoolError: the store or the ledger cannot be read or written.
     """
     _check_policies(keep_last, keep_within, keep_every)
     now = (now or datetime.now(UTC)).astimezone(UTC)
     history = History.of(store)
-    names = archive_names(store)
+    names = list_archive_names(store)
     if names and history.lines is None and not no_ledger:
         raise Corrupt(
             f"{urls.redact_url(store)} holds {count_noun(len(names), 'archive')} and no {ledger.FILE}. The ledger "
@@ -91,22 +94,24 @@ def prune(
         )
     # sort the archives, the newest first, into what a policy keeps, what must not be deleted, and the rest
     seen = {name: read_archive_facts(store, name) for name in names}
-    rows = sorted((make_row(name, known, history) for name, (_, known) in seen.items()), key=listing_order)
+    rows = sorted(
+        (make_listing_row(name, known, history) for name, (_, known) in seen.items()), key=get_listing_sort_key
+    )
     kept: dict[str, tuple[str, ...]] = {}
     refused: dict[str, str] = {}
     going: list[ListingRow] = []
     ranks: dict[str, int] = {}
     for row in rows:
-        why = _why_unjudged(row, now)
+        why = _explain_unjudged(row, now)
         if why or row.facts is None:
             refused[row.name] = why
             continue
         run = row.facts.meta.get("run", "")
         ranks[run] = rank = ranks.get(run, 0) + 1
-        reasons = _keep_reasons(row.facts, rank, now, keep_last, keep_within, keep_every)
+        reasons = _list_keep_reasons(row.facts, rank, now, keep_last, keep_within, keep_every)
         if reasons:
             kept[row.name] = reasons
-        elif why := why_protected(row, now) or _why_unrecorded(row, no_ledger):
+        elif why := explain_protection(row, now) or _explain_unrecorded(row, no_ledger):
             refused[row.name] = why
         else:
             going.append(row)
@@ -140,12 +145,12 @@ def _check_policies(keep_last: int | None, keep_within: timedelta | None, keep_e
         )
 
 
-def _why_unjudged(row: ListingRow, now: datetime) -> str:
-    """Return why an archive cannot be judged by its age: it is damaged, or its date is missing or later than `now`; ""
-    if it can."""
+def _explain_unjudged(row: ListingRow, now: datetime) -> str:
+    """Return why no policy can be applied to an archive: it is damaged, or its date is missing, invalid or later than
+    `now`; "" if one can."""
     if row.facts is None:
         return f"it is not a valid archive: {row.damaged}"
-    made = export_time(row.facts)
+    made = get_export_time(row.facts)
     if made is None:
         return (
             f"it has no date (it was exported with {argument('reproducible', True)})"
@@ -157,7 +162,7 @@ def _why_unjudged(row: ListingRow, now: datetime) -> str:
     return ""
 
 
-def _keep_reasons(
+def _list_keep_reasons(
     known: ArchiveFacts, rank: int, now: datetime, last: int | None, within: timedelta | None, every: int | None
 ) -> tuple[str, ...]:
     """Return a text for each policy that keeps an archive; () if none does.
@@ -168,7 +173,7 @@ def _keep_reasons(
         now: the present time.
         last, within, every: the policies `keep_last`, `keep_within` and `keep_every` of `prune`; None: not used.
     """
-    made = export_time(known)
+    made = get_export_time(known)
     out: list[str] = []
     if last is not None and rank <= last:
         out.append(f"one of the last {last}" + (f" of run {known.meta['run']}" if "run" in known.meta else ""))
@@ -187,12 +192,13 @@ def _describe_age(within: timedelta) -> str:
     return count_noun(hours // 24, "day") if hours % 24 == 0 else count_noun(hours, "hour")
 
 
-def _why_unrecorded(row: ListingRow, no_ledger: bool) -> str:
-    """Return why the ledger does not allow an archive to be deleted: it records another one under this name, or does
-    not know this one; "" if it does.
+def _explain_unrecorded(row: ListingRow, no_ledger: bool) -> str:
+    """Return why the ledger forbids to delete an archive, as text; "" if it does not.
+
+    It does if it records another archive under this name, or does not know this one.
 
     Args:
-        no_ledger: whether to allow one that the ledger does not know.
+        no_ledger: whether an archive that the ledger does not know may be deleted.
     """
     if row.ledger == "differs":
         return row.warnings[0].rstrip(".")
@@ -206,13 +212,16 @@ def _why_unrecorded(row: ListingRow, no_ledger: bool) -> str:
 
 
 def _delete_archive(store: str, row: ListingRow, source: Source, history: History, now: datetime) -> str:
-    """Delete an archive, after recording that in the ledger; returns why it was not deleted, "" if it was.
+    """Delete an archive, after recording that in the ledger.
 
     Args:
-        row: what is known of the archive.
-        source: where its facts were read, to see whether it has changed since.
-        history: what the store records next to its archives; its lines are brought up to date.
+        row: the listing row of the archive.
+        source: the source from which its facts were read, to find out whether it has changed since.
+        history: the ledger and the hold files of the store; its lines are updated.
         now: the present time.
+
+    Returns:
+        Why it was not deleted; "" if it was.
 
     Raises:
         CkpttoolError: the ledger cannot be read or written.
@@ -222,7 +231,7 @@ def _delete_archive(store: str, row: ListingRow, source: Source, history: Histor
 
         def record(event: str, **facts: Any) -> ledger.LedgerEntry:
             """Append a line about the archive to the ledger, bring `history` up to date, and return the line."""
-            entry = turn.append(event, row.name, **facts, **identifying_fields(known))
+            entry = turn.append(event, row.name, **facts, **get_identifying_fields(known))
             lines = history.lines or []
             if entry["prev"] == (lines[-1]["hash"] if lines else ledger.FIRST):
                 lines.append(entry)
@@ -235,11 +244,11 @@ def _delete_archive(store: str, row: ListingRow, source: Source, history: Histor
         entry = record("delete")
         with open_source(store) as fresh:
             files = dict(history.files)
-            if fresh.exists(sidecar.hold_name(row.name)):
-                files[row.name] = holds_in_file(fresh, row.name)
+            if fresh.exists(sidecar.get_hold_file_name(row.name)):
+                files[row.name] = read_hold_events(fresh, row.name)
         lines = [e for e in history.lines or () if e["seq"] < entry["seq"]]
-        why = why_protected(make_row(row.name, known, History(lines, files, history.recorded)), now)
-        if not why and not turn.alone and not ledger.is_in_time(entry):
+        why = explain_protection(make_listing_row(row.name, known, History(lines, files, history.recorded)), now)
+        if not why and not turn.alone and not ledger.may_still_carry_out(entry):
             why = (
                 f"the deletion that line {entry['seq']} of the ledger announced comes too late; others may rely on the "
                 "archive by now"
@@ -250,7 +259,7 @@ def _delete_archive(store: str, row: ListingRow, source: Source, history: Histor
                 source.assert_unchanged()
                 remove_file(store, row.name)
                 if row.name.endswith(ENCRYPTED):
-                    lost = sidecar.sidecar_name(row.name)
+                    lost = sidecar.get_sidecar_name(row.name)
                     remove_file(store, lost)
             except CkpttoolError as e:
                 why = str(e) if lost == row.name else f"it is deleted, but {lost} is not: {e}"

@@ -24,7 +24,7 @@ __all__ = [
     "decode_retention",
     "encode_retention",
     "format_time",
-    "object_lock_arguments",
+    "make_object_lock_arguments",
     "parse_age",
     "parse_retention",
     "parse_time",
@@ -56,13 +56,13 @@ def parse_time(text: str) -> datetime:
 
 
 def parse_retention(text: str, start: datetime) -> datetime:
-    """Return when a retention that begins at `start` ends.
+    """Return when a retention that begins at `start` ends, in UTC.
 
     Args:
-        text: "7y", "18m" (months), "2w", "90d", a date or an ISO time (UTC if it says nothing else).
+        text: "7y", "18m" (months), "2w", "90d", a date or an ISO time (UTC without a time zone).
 
     Raises:
-        UsageError: it is none of these, or has passed.
+        UsageError: `text` is none of these, or the end has passed.
     """
     try:
         if found := _LONG.fullmatch(text):
@@ -164,9 +164,10 @@ def decode_retention(data: bytes, what: str) -> dict[str, Any]:
     return parsed
 
 
-def object_lock_arguments(retention: dict[str, Any] | None, mode: str = "GOVERNANCE") -> dict[str, Any]:
-    """Return the arguments of S3's put_object that lock an object until a retention ends, and hold it; {} if there is
-    nothing to lock.
+def make_object_lock_arguments(retention: dict[str, Any] | None, mode: str = "GOVERNANCE") -> dict[str, Any]:
+    """Return the arguments of S3's put_object that lock an object until its retention ends, and set its legal hold.
+
+    {} if the archive has neither.
 
     Args:
         retention: the content of RETENTION.json; None if there is none.

@@ -40,11 +40,11 @@ __all__ = [
     "SEALED_SCHEMA",
     "encode_holds",
     "encode_sidecar",
+    "get_hold_file_name",
+    "get_sidecar_name",
     "hash_ciphertext",
-    "hold_name",
     "read_holds",
     "read_sidecar",
-    "sidecar_name",
     "write_small_file",
 ]
 
@@ -55,16 +55,21 @@ _MOST_HOLDS = 16 << 20  # bytes of a file of holds
 _PIECE = 4 << 20
 
 
-def sidecar_name(file: str) -> str:
-    """Return the name of the file next to an encrypted archive that describes it."""
+def get_sidecar_name(file: str) -> str:
+    """Return the name of the sidecar of an encrypted archive, the JSON file next to it."""
     return file + ".json"
 
 
 def hash_ciphertext(source: Source, file: str, progress: Progress) -> dict[str, Any]:
     """Hash an encrypted archive.
 
-    Returns {"bytes": its size, "sha256", "blake3": of the whole file, "block_bytes": 64 MiB, "blocks": the SHA-256 of
-    every block of that size}.
+    Args:
+        source, file: the store, and the name of the archive in it.
+        progress: called with ("hash", bytes done, bytes in all).
+
+    Returns:
+        {"bytes": its size, "sha256", "blake3": of the complete file, "block_bytes": 64 MiB, "blocks": the SHA-256 of
+        each block of that size}.
     """
     whole, tree = hashlib.sha256(), blake3()
     blocks = []
@@ -87,11 +92,11 @@ def hash_ciphertext(source: Source, file: str, progress: Progress) -> dict[str, 
 
 
 def encode_sidecar(archive: Mapping[str, Any], hashes: Mapping[str, Any]) -> bytes:
-    """Return the content of the file that describes an encrypted archive.
+    """Return the content of the sidecar of an encrypted archive.
 
     Args:
-        archive: its facts, the fields of `ArchiveFacts`.
-        hashes: of `hash_ciphertext`.
+        archive: the facts of the archive, the fields of `ArchiveFacts`.
+        hashes: those of the file, as `hash_ciphertext` returns them.
     """
     parsed = {
         "schema": SEALED_SCHEMA,
@@ -103,18 +108,22 @@ def encode_sidecar(archive: Mapping[str, Any], hashes: Mapping[str, Any]) -> byt
 
 
 def read_sidecar(source: Source, file: str) -> dict[str, Any]:
-    """Read and check the sidecar of the encrypted archive `file`: {"archive": facts, "ciphertext": hashes, ...}.
+    """Read and check the sidecar of the encrypted archive `file`.
+
+    Returns:
+        {"archive": facts, "ciphertext": hashes, ...}, as `encode_sidecar` writes it.
 
     Raises:
-        UsageError: there is none. Corrupt, Unsafe: it is damaged.
+        UsageError: there is no sidecar.
+        Corrupt, Unsafe: it is damaged.
     """
-    what = f"{source.root}/{sidecar_name(file)}"
-    if not source.exists(sidecar_name(file)):
+    what = f"{source.root}/{get_sidecar_name(file)}"
+    if not source.exists(get_sidecar_name(file)):
         raise UsageError(
             f"{what} is missing; it says what is in {file}. To look inside, pass {argument('identities')}.",
             code="CKPT0218",
         )
-    parsed = bounded_json.parse(source.read_all(sidecar_name(file), 256 << 20), what)
+    parsed = bounded_json.parse(source.read_all(get_sidecar_name(file), 256 << 20), what)
     parts = ("archive", "ciphertext")
     if (
         not isinstance(parsed, dict)
@@ -133,8 +142,8 @@ def read_sidecar(source: Source, file: str) -> dict[str, Any]:
     return parsed
 
 
-def hold_name(file: str) -> str:
-    """Return the name of the file next to an archive that lists its legal holds."""
+def get_hold_file_name(file: str) -> str:
+    """Return the name of the hold file of an archive, the file next to it that lists its legal holds."""
     return file + HOLD
 
 
@@ -152,15 +161,15 @@ _HELD = ("reason", "since", "by", "manifest_sha256", "created")
 
 
 def read_holds(source: Source, file: str) -> list[dict[str, Any]]:
-    """Return the legal holds in the hold file of the archive `file`, which must exist.
+    """Return the legal holds in the hold file of the archive `file`; that file must exist.
 
-    Each is {"reason", "since", "by", "manifest_sha256", "created"}. A damaged file is one hold for an unknown reason,
-    with "reason" alone.
+    Each is {"reason", "since", "by", "manifest_sha256", "created"}. A damaged hold file counts as one hold, which has
+    only a "reason".
 
     Raises:
         RemoteError: the store fails.
     """
-    beside = hold_name(file)
+    beside = get_hold_file_name(file)
     try:
         parsed = bounded_json.parse(source.read_all(beside, _MOST_HOLDS), beside)
         held = parsed["holds"]

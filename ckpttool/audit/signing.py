@@ -36,14 +36,14 @@ from ..errors import Corrupt, Differs, Unsupported, UsageError, argument, kind_o
 from ..extras import explain_missing_package
 from ..printable import list_first, printable
 
-__all__ = ["describe_signer", "sign", "verify"]
+__all__ = ["describe_signer", "sign_files", "verify_signature"]
 
 SIGNATURE = "model.sig"
 _MEDIA_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 _CURVES = ("secp256r1", "secp384r1", "secp521r1")
 
 
-def sign(
+def sign_files(
     resources: Sequence[tuple[str, str]],
     name: str,
     *,
@@ -52,19 +52,19 @@ def sign(
     certificate: str | None = None,
     chain: Sequence[str] = (),
 ) -> bytes:
-    """Return the signature bundle, the content of model.sig, over files.
+    """Sign files, and return the signature bundle, the content of model.sig.
 
     Args:
         resources: (path, SHA-256 in hex) of each file.
         name: the name of the signed model; it is not checked.
-        key: file of the private key, PEM.
-        password: that of the key's file; None if it has none.
-        certificate: file of the certificate of that key, PEM; if None, the bundle only names the key by its hash.
-        chain: files of the certificates between that one and the root.
+        key: PEM file of the private key.
+        password: password of that file; None if it has none.
+        certificate: PEM file of the certificate of that key; if None, the bundle only names the key by its hash.
+        chain: PEM files of the certificates between that one and the root.
 
     Raises:
-        UsageError: a file is not what it should be, or the password is wrong. MissingPackage: model-signing is not
-            installed.
+        UsageError: a key or certificate is invalid or unreadable, or the password is wrong.
+        MissingPackage: model-signing is not installed.
     """
     with _import_model_signing() as lib, tempfile.TemporaryDirectory() as folder:
         private = _load_private_key(key, password)
@@ -74,8 +74,8 @@ def sign(
                 raise UsageError(f"{certificate} is not the certificate of {key}.", code="CKPT0218")
             for file in chain:
                 _load_certificates(file)
-        config = lib.signing.Config().set_hashing_config(_known_hashes(lib, name, resources))
-        with _as_file(private) as path:
+        config = lib.signing.Config().set_hashing_config(_make_hashing_config(lib, name, resources))
+        with _provide_key_as_file(private) as path:
             if certificate is None:
                 config.use_elliptic_key_signer(private_key=path)
             else:
@@ -89,7 +89,7 @@ def sign(
             return f.read()
 
 
-def verify(
+def verify_signature(
     bundle: bytes,
     resources: Sequence[tuple[str, str]],
     *,
@@ -110,14 +110,14 @@ def verify(
         UsageError: the key or certificate for the check is missing or unreadable. MissingPackage: model-signing is not
             installed.
     """
-    material = _verification_material(bundle)
+    material = _read_verification_material(bundle)
     with _import_model_signing() as lib, tempfile.TemporaryDirectory() as folder:
         config = lib.verifying.Config()
         if "publicKey" in material:
-            _use_key(config, material["publicKey"]["hint"], public_key, certificates)
+            _configure_public_key(config, material["publicKey"]["hint"], public_key, certificates)
         else:
-            _use_certificates(config, certificates)
-        known = _known_hashes(lib, "", resources)
+            _configure_certificates(config, certificates)
+        known = _make_hashing_config(lib, "", resources)
         config.set_hashing_config(known)
         path = os.path.join(folder, SIGNATURE)
         with open(path, "wb") as f:
@@ -126,13 +126,13 @@ def verify(
             config.verify(folder, path)
         except Exception as e:  # of the library's many parts; it has no class of its own
             if known.manifest.signed is not None:
-                raise _difference_error(known.manifest.signed, resources) from None
+                raise _make_difference_error(known.manifest.signed, resources) from None
             if type(e).__name__ == "ValidationError":
                 raise Corrupt(
-                    f"{SIGNATURE} is not a signature bundle, or damaged ({_short_reason(e)}).", code="CKPT0425"
+                    f"{SIGNATURE} is not a signature bundle, or damaged ({_shorten_reason(e)}).", code="CKPT0425"
                 ) from None
             raise Differs(
-                f"{SIGNATURE}: the signature is invalid: {_short_reason(e)}. It names {_describe_signer(material)}, "
+                f"{SIGNATURE}: the signature is invalid: {_shorten_reason(e)}. It names {_describe_signer(material)}, "
                 "which is not proven.",
                 code="CKPT0502",
             ) from None
@@ -146,18 +146,21 @@ def describe_signer(bundle: bytes) -> str:
     Raises:
         Corrupt: the bundle is damaged. Unsupported: model-signing before 1.0 made it.
     """
-    return _describe_signer(_verification_material(bundle))
+    return _describe_signer(_read_verification_material(bundle))
 
 
 # --------------------------------------------------------------------------------------------------------- bundles
 
 
-def _verification_material(bundle: bytes) -> dict[str, Any]:
-    """Return what a bundle says of its signer: {"publicKey": {"hint": SHA-256 of the public key}} or
-    {"x509CertificateChain": {"certificates": [...]}}.
+def _read_verification_material(bundle: bytes) -> dict[str, Any]:
+    """Parse a bundle, and return what it says of its signer.
+
+    Returns:
+        {"publicKey": {"hint": SHA-256 of the public key}} or {"x509CertificateChain": {"certificates": [...]}}.
 
     Raises:
-        Corrupt, Unsafe: the bundle is damaged. Unsupported: model-signing before 1.0 made it.
+        Corrupt, Unsafe: the bundle is damaged.
+        Unsupported: model-signing before 1.0 made it.
     """
     tree = bounded_json.parse(bundle, SIGNATURE)
     try:
@@ -190,7 +193,7 @@ def _describe_signer(material: dict[str, Any]) -> str:
     """Return a line that names the signing key or certificate.
 
     Args:
-        material: what the bundle says of its signer, of `_verification_material`.
+        material: what the bundle says of its signer, of `_read_verification_material`.
 
     Raises:
         Corrupt: the certificate cannot be read.
@@ -216,7 +219,7 @@ def _describe_signer(material: dict[str, Any]) -> str:
     return printable(text)
 
 
-def _difference_error(signed: Any, resources: Sequence[tuple[str, str]]) -> Differs | Unsupported:
+def _make_difference_error(signed: Any, resources: Sequence[tuple[str, str]]) -> Differs | Unsupported:
     """Return the error that says which files differ from those that were signed; the signature itself is valid.
 
     Args:
@@ -236,7 +239,7 @@ def _difference_error(signed: Any, resources: Sequence[tuple[str, str]]) -> Diff
         "not signed": [n for n in now if n not in then],
         "missing": [n for n in then if n not in now],
     }
-    summary = "; ".join(f"{what}: {_list_names(names)}" for what, names in faults.items() if names)
+    summary = "; ".join(f"{what}: {_list_first_names(names)}" for what, names in faults.items() if names)
     return Differs(
         f"{SIGNATURE}: the signature is good, but the files are others than those signed ({summary}). They were "
         "altered afterwards, or the signature is that of another archive.",
@@ -244,31 +247,32 @@ def _difference_error(signed: Any, resources: Sequence[tuple[str, str]]) -> Diff
     )
 
 
-def _list_names(names: list[str]) -> str:
-    """Return the first five names, sorted, and how many more there are, as a text for a message."""
+def _list_first_names(names: list[str]) -> str:
+    """Return the first five names, sorted, and the number of the remaining ones, as text for a message."""
     return list_first((printable(n)[:200] for n in sorted(names)), 5)
 
 
-def _short_reason(e: Exception) -> str:
-    """Return an error of the library as one line of at most 200 characters; a wrong signature has no message of its
-    own."""
+def _shorten_reason(e: Exception) -> str:
+    """Return the text of an error of model_signing as one line of at most 200 characters; it has none for a wrong
+    signature."""
     return printable(" ".join(str(e).split()).rstrip(".")[:200]) or "it does not match the signed content"
 
 
 # ------------------------------------------------------------------------------------------------------------- keys
 
 
-def _use_key(config: Any, hint: str, public_key: str | None, certificates: Sequence[str]) -> None:
-    """Have the library verify with a public key.
+def _configure_public_key(config: Any, hint: str, public_key: str | None, certificates: Sequence[str]) -> None:
+    """Configure model_signing to verify with a public key.
 
     Args:
-        config: the library's configuration, which is changed.
-        hint: SHA-256 of the public key, as the bundle has it.
-        public_key: file of the key, PEM; None if none was given.
-        certificates: those given instead, only for the message.
+        config: the configuration of model_signing, which is changed.
+        hint: SHA-256 of the public key, from the bundle.
+        public_key: PEM file of the key; None if none was given.
+        certificates: root certificates that were given; they only affect the error message.
 
     Raises:
-        Differs: the bundle was made with another key. UsageError: no key was given, or it cannot be read or used.
+        Differs: the bundle was made with another key.
+        UsageError: no key was given, or it cannot be read or used.
     """
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
@@ -294,8 +298,12 @@ def _use_key(config: Any, hint: str, public_key: str | None, certificates: Seque
     config.use_elliptic_key_verifier(public_key=public_key)
 
 
-def _use_certificates(config: Any, certificates: Sequence[str]) -> None:
-    """Have the library verify with root certificates; `config` is its configuration, which is changed.
+def _configure_certificates(config: Any, certificates: Sequence[str]) -> None:
+    """Configure model_signing to verify with root certificates.
+
+    Args:
+        config: the configuration of model_signing, which is changed.
+        certificates: PEM files of the certificates.
 
     Raises:
         UsageError: no certificate was given, or one cannot be read.
@@ -373,11 +381,14 @@ def _read_key_file(file: str) -> bytes:
 
 
 @contextmanager
-def _as_file(private: Any) -> Iterator[str]:
-    """While the block runs, provide a private key at a path, which is yielded and can be read once: a pipe, so that a
-    decrypted key is never on a disk.
+def _provide_key_as_file(private: Any) -> Iterator[str]:
+    """Provide a private key as a file while the block runs, and yield its path, which can be read once.
 
-    The library takes keys only by path, expects passwords of the wrong type, and none together with a certificate.
+    It is a pipe, so a decrypted key is never on a disk. model_signing takes keys only by path, expects passwords of the
+    wrong type, and none together with a certificate.
+
+    Args:
+        private: the key, an object of cryptography.
     """
     from cryptography.hazmat.primitives import serialization
 
@@ -400,7 +411,7 @@ def _as_file(private: Any) -> Iterator[str]:
 
 @contextmanager
 def _import_model_signing() -> Iterator[Any]:
-    """While the block runs, silence the warnings and logs of model_signing; yields that module.
+    """Yield the module model_signing, with its warnings and logs silenced while the block runs.
 
     Raises:
         MissingPackage: it is not installed.
@@ -419,12 +430,14 @@ def _import_model_signing() -> Iterator[Any]:
         yield model_signing
 
 
-def _known_hashes(lib: Any, name: str, resources: Sequence[tuple[str, str]]) -> Any:
-    """Return a configuration for model_signing (`lib`) that returns known hashes instead of hashing a folder.
+def _make_hashing_config(lib: Any, name: str, resources: Sequence[tuple[str, str]]) -> Any:
+    """Return a hashing configuration for model_signing that returns known hashes instead of hashing a folder.
 
-    Its `manifest.signed` is, after a verification, the manifest of the bundle; None if the signature itself is invalid.
+    After a verification, its `manifest.signed` is the manifest in the bundle, or None if the signature itself is
+    invalid.
 
     Args:
+        lib: the module model_signing.
         name: the name of the signed model.
         resources: (path, SHA-256 in hex) of each file.
     """

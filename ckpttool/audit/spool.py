@@ -101,16 +101,21 @@ class Spool(Source):
 def decrypt_to_spool(
     source: Source, file: str, identities: Sequence[str], folder: str, progress: Callable[[str, int, int], None]
 ) -> tuple[Spool, str]:
-    """Decrypt an archive; returns (a source of its plain bytes, the name of the archive in that).
+    """Decrypt an archive into a temporary file that has no name.
 
     Args:
         source, file: the store, and the name of the encrypted archive in it.
         identities: files with age identities or ssh private keys.
-        folder: for the file without a name; it needs as much space as the archive.
+        folder: where to create the temporary file; it needs as much space as the archive.
         progress: called with ("decrypt", bytes read, bytes in all).
 
+    Returns:
+        (a source of the decrypted bytes, the name of the archive in that source).
+
     Raises:
-        UsageError: no identity fits. Corrupt: the ciphertext is damaged. NoSpace: the folder is full.
+        UsageError: no identity fits.
+        Corrupt: the ciphertext is damaged.
+        NoSpace: the folder is full.
     """
     name = file.removesuffix(ENCRYPTED) + SUFFIX
     spool = Spool(folder, source.root, name)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..errors import Corrupt, Unsafe
 
-__all__ = ["BLOCK", "END", "Entry", "make_header", "padding", "parse_header"]
+__all__ = ["BLOCK", "END", "Entry", "make_header", "make_padding", "parse_header"]
 
 BLOCK = 512
 END = bytes(2 * BLOCK)
@@ -30,18 +30,22 @@ class Entry(NamedTuple):
 
 
 def make_header(name: str, size: int, mtime: int) -> bytes:
-    """Return the tar header of a member: its name, bytes of data, and time of modification in seconds.
+    """Return the tar header of a member.
+
+    Args:
+        name, size: the name of the member, and the bytes of its data.
+        mtime: its modification time in seconds.
 
     Raises:
-        ValueError, UnicodeError: tar has no room for one of them.
+        ValueError, UnicodeError: one of them does not fit into a header.
     """
     info = tarfile.TarInfo(name)
     info.size, info.mtime, info.mode = size, mtime, 0o644
     return info.tobuf(tarfile.GNU_FORMAT)
 
 
-def padding(size: int) -> bytes:
-    """Return the zeros after a member's `size` bytes of data, which fill the last block."""
+def make_padding(size: int) -> bytes:
+    """Return the zero bytes that follow `size` bytes of data in a tar, to fill the last block."""
     return bytes(-size % BLOCK)
 
 
@@ -74,7 +78,7 @@ def parse_header(block: bytes, what: str) -> Entry | None:
     }.get(info.type)
     if kind or info.type != tarfile.REGTYPE:
         raise Unsafe(
-            f"{what}: member {shorten(info.name)} is {kind or 'no regular file'}; an archive holds only those.",
+            f"{what}: member {shorten_name(info.name)} is {kind or 'no regular file'}; an archive holds only those.",
             code="CKPT0702",
         )
     try:
@@ -83,12 +87,12 @@ def parse_header(block: bytes, what: str) -> Entry | None:
         same = False
     if found.size < 0 or found.mtime < 0 or not same:
         raise Unsafe(
-            f"{what}: the header of member {shorten(info.name)} is not one that ckpttool writes.", code="CKPT0703"
+            f"{what}: the header of member {shorten_name(info.name)} is not one that ckpttool writes.", code="CKPT0703"
         )
     return found
 
 
-def shorten(name: str) -> str:
-    """Return a name for a message: quoted, in ASCII, and not too long."""
+def shorten_name(name: str) -> str:
+    """Return a name for a message: quoted, in ASCII, and at most about 80 characters long."""
     text = ascii(name)
     return text if len(text) <= 80 else text[:60] + f"...' ({len(name)} characters)"

@@ -17,7 +17,7 @@ from ..storage.source import Source
 from ..storage.sources import open_source
 from . import ledger, sidecar
 from .archive import ENCRYPTED
-from .archive_store import hold_disagreements
+from .archive_store import find_hold_disagreements
 from .archive_verification import ArchiveFinding, ArchiveVerdict, verify_archive
 from .spool import decrypt_to_spool
 
@@ -92,7 +92,9 @@ def verify(
         else:
             name = file
             if file.endswith(ENCRYPTED):
-                spool, name = decrypt_to_spool(source, file, identities, scratch or _scratch_folder(source), progress)
+                spool, name = decrypt_to_spool(
+                    source, file, identities, scratch or _choose_scratch_folder(source), progress
+                )
                 source.close()
                 source = spool
             found = verify_archive(
@@ -163,7 +165,7 @@ class _InStore:
 
     def recorded_root(self) -> str:
         """Return the Merkle root that the ledger records for the archive; raises UsageError if there is none."""
-        recorded = ledger.latest_records(self.lines or [])
+        recorded = ledger.find_latest_records(self.lines or [])
         if self.file not in recorded:
             raise UsageError(
                 f"{argument('deep', True)}: "
@@ -174,27 +176,30 @@ class _InStore:
         return str(recorded[self.file].get("merkle_root"))
 
     def compare(self, found: ArchiveVerdict, by_ledger: bool) -> None:
-        """Compare a verdict with what the ledger records under this name: every hash, whether it was signed, and by
-        which key. What was found is noted in the verdict.
+        """Compare a verdict with what the ledger and the hold file record of the archive.
+
+        Compared are every hash, whether the archive was signed, and by which key. The result is stored in the fields
+        `ledger`, `warnings` and `against` of the verdict.
 
         Args:
-            by_ledger: whether a deep verification compared with the ledger's root, which `found.against` says then.
+            found: the verdict; it is not compared if it has findings.
+            by_ledger: whether the expected Merkle root was the ledger's, which `found.against` then says.
 
         Raises:
-            Differs: it records another archive.
+            Differs: the ledger records another archive under this name.
         """
         found.ledger = self.unread
         if self.lines is None or found.findings:
             return
         known = {**asdict(found), "signed": found.signature != "none", "signed_by": found.signature}
-        match = ledger.match_archive(ledger.latest_records(self.lines), self.file, known)
+        match = ledger.match_archive(ledger.find_latest_records(self.lines), self.file, known)
         if match.state == "differs":
             raise Differs(f"{found.path}: {match.says}", code="CKPT0501")
         found.ledger = match.says
         with open_source(self.store) as folder:
-            there = folder.exists(sidecar.hold_name(self.file))
+            there = folder.exists(sidecar.get_hold_file_name(self.file))
             held = sidecar.read_holds(folder, self.file) if there else []
-        found.warnings += hold_disagreements(self.file, self.lines, held)
+        found.warnings += find_hold_disagreements(self.file, self.lines, held)
         if by_ledger:
             found.against = "what the ledger recorded at the export"
 
@@ -212,11 +217,12 @@ class _InStore:
         return found
 
     def append_line(self, **facts: object) -> None:
-        """Append a line "verify" with these facts to the ledger, if `appends`. A ledger that this user may not write to
-        is no error.
+        """Append a "verify" line with these facts to the ledger, if `appends` is set.
+
+        A failure is ignored in an object store, and if this user may not write to the ledger.
 
         Raises:
-            CkpttoolError, OSError: it is in a folder and writable, and the line was not written.
+            CkpttoolError, OSError: the line could not be written to a writable ledger in a folder.
         """
         if not self.appends:
             return
@@ -227,13 +233,17 @@ class _InStore:
                 raise
 
 
-def _scratch_folder(source: Source) -> str:
-    """Return the default folder for the plain bytes of an encrypted archive: next to it."""
+def _choose_scratch_folder(source: Source) -> str:
+    """Return the default folder for the decrypted bytes of an archive: the one that contains it, or the current one if
+    it is behind a URL."""
     return source.root if os.path.isdir(source.root) else "."
 
 
 def _parse_root(text: str) -> str:
-    """Return a root from the command line (HEX, blake3:HEX or sha256:HEX) in lower case and without spaces around it.
+    """Return a root from the command line in lower case, without surrounding spaces.
+
+    Args:
+        text: HEX or blake3:HEX (Merkle root), or sha256:HEX (hash of MANIFEST.json), with 64 digits.
 
     Raises:
         UsageError: it is none of these.

@@ -82,14 +82,14 @@ def acid(
     if as_json:
         print_json(done.to_json())
     else:
-        _print_card(done, quiet)
+        _print_score_card(done, quiet)
         note(f"took {meter.seconds:.0f} s", quiet)
     if not done.passed:
         raise typer.Exit(Differs.exit_code)
 
 
-def _print_card(done: AcidResult, quiet: bool) -> None:
-    """Print the verdicts on each case, why they are not right, and how many there are of each."""
+def _print_score_card(done: AcidResult, quiet: bool) -> None:
+    """Print the verdicts on each case, the reasons of those that are not "right", and the number of each verdict."""
     width = max((len(row.case.name) for row in done.rows), default=0)
     for row in done.rows:
         verdicts = [f"{c} {row.verdicts[c]}" for c in _COLUMNS if c in row.verdicts]

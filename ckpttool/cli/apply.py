@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..options import RunOptions
-from .convert import print_converted
+from .convert import print_conversion
 from .help import READING, about
 from .shared_options import add_shared_options, pick_keywords
 from .terminal import Json, Meter, Quiet, Verbose
@@ -40,4 +40,4 @@ def apply(
 
     with Meter(quiet) as meter:
         done = run(plan, **{**pick_keywords(run, running), "progress": meter})
-    print_converted(done, meter, as_json, quiet, verbose)
+    print_conversion(done, meter, as_json, quiet, verbose)

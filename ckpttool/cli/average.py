@@ -10,7 +10,7 @@ import typer
 from ..errors import UsageError, argument
 from ..options import OpenOptions, RunOptions, WriteRequest
 from .adapter.arguments import run_and_print
-from .convert import print_plan
+from .convert import print_dry_run
 from .help import READING, about
 from .layout_options import add_layout_options
 from .shared_options import EDITS, add_shared_options
@@ -34,10 +34,14 @@ _NOT_OF_AVERAGES = (
 
 
 def _parse_numbers(name: str, text: str | None) -> tuple[float, ...] | None:
-    """Parse "0.2,0.3,0.5"; None stays None.
+    """Parse numbers with commas between them, such as "0.2,0.3,0.5".
+
+    Args:
+        name: the parameter, for messages.
+        text: the value of the option; None stays None.
 
     Raises:
-        UsageError: one of them is no number.
+        UsageError: one of them is not a number.
     """
     try:
         return None if text is None else tuple(float(part) for part in split_commas(text))
@@ -108,13 +112,13 @@ def average(
     It is computed in fp64, or fp32, in the order of the checkpoints, and rounded once to the dtype of each weight.
     Without --to it is written as hf.
     """
-    from ..engine.adapter import merge_target
-    from ..engine.average import request_average
+    from ..engine.adapter import choose_layout_or_hf
+    from ..engine.average import make_average_request
     from ..engine.conversion import run_conversion
     from ..engine.dry_run import estimate_conversion
 
     *sources, dst = paths
-    src, request = request_average(
+    src, request = make_average_request(
         sources,
         dst,
         coefficients=_parse_numbers("coefficients", coefficients),
@@ -126,7 +130,7 @@ def average(
         accumulate=accumulate,
     )
     reading = replace(reading, average=request)
-    writing = add_layout_options(ctx, replace(writing, to=merge_target(writing.to, dst).name), dst)
+    writing = add_layout_options(ctx, replace(writing, to=choose_layout_or_hf(writing.to, dst).name), dst)
     if not dry_run:
         run_and_print(
             lambda meter: run_conversion(src, dst, reading, writing, replace(running, progress=meter)),
@@ -140,4 +144,4 @@ def average(
     if as_json:
         print_json(found.to_json())
     else:
-        print_plan(found, verbose)
+        print_dry_run(found, verbose)

@@ -8,47 +8,55 @@ from typing import Any
 
 import typer
 
-__all__ = ["COMPLETIONS", "complete_name"]
+__all__ = ["COMPLETIONS", "complete_entry_name"]
 
 _MOST = 200  # names that a shell is given
 
 
-def _begin(words: Iterable[str], incomplete: str) -> list[str]:
-    """Return the first of some words that begin with what was typed so far."""
+def _filter_by_prefix(words: Iterable[str], incomplete: str) -> list[str]:
+    """Return the words that begin with `incomplete`, at most `_MOST` of them."""
     return [word for word in words if word.startswith(incomplete)][:_MOST]
 
 
 def _complete_layout(incomplete: str) -> list[str]:
-    """Return the names of layouts that begin with what was typed so far."""
+    """Return the names of layouts that begin with `incomplete`."""
     from ..layouts import layouts
 
-    return _begin(layouts(), incomplete.lower())
+    return _filter_by_prefix(layouts(), incomplete.lower())
 
 
 def _complete_dtype(incomplete: str) -> list[str]:
-    """Return the dtypes that begin with what was typed so far."""
-    return _begin(("bf16", "fp16", "fp32", "fp64", "keep"), incomplete)
+    """Return the values of --dtype that begin with `incomplete`."""
+    return _filter_by_prefix(("bf16", "fp16", "fp32", "fp64", "keep"), incomplete)
 
 
-def _complete_map(incomplete: str) -> list[str]:
-    """Return the name maps that come with ckpttool and begin with what was typed so far."""
+def _complete_name_map(incomplete: str) -> list[str]:
+    """Return the names of built-in name maps that begin with `incomplete`."""
     from ..engine.map_choice import NO_MAP
     from ..huggingface import maps
 
-    return _begin([*maps.names(), NO_MAP], incomplete)
+    return _filter_by_prefix([*maps.list_map_names(), NO_MAP], incomplete)
 
 
 def _complete_selection(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return components that begin with what was typed behind the last comma; behind a dot, names in the checkpoint."""
+    """Return completions of a list with commas: its last item is completed to components or, if it has a dot, to names
+    in the checkpoint."""
     from ..index.names import COMPONENTS
 
     before, comma, last = incomplete.rpartition(",")
-    words = complete_name(ctx, last) if "." in last else _begin(COMPONENTS, last)
+    words = complete_entry_name(ctx, last) if "." in last else _filter_by_prefix(COMPONENTS, last)
     return [before + comma + word for word in words]
 
 
-def complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the names in the checkpoint that was typed as the first argument, if it can be read on this machine."""
+def complete_entry_name(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return the names of tensors and values, in the checkpoint on the command line, that begin with `incomplete`.
+
+    [] if that checkpoint is not given yet, is behind a URL or cannot be read.
+
+    Args:
+        ctx: click's context; the checkpoint is its first argument.
+        incomplete: the beginning of the name.
+    """
     from ..engine.opening import OpenOptions, open_checkpoint
     from ..errors import CkpttoolError
     from ..storage.urls import is_url
@@ -59,7 +67,7 @@ def complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
         return []
     try:
         with open_checkpoint(path, OpenOptions(), check_hints=False, needed=lambda component: False) as opened:
-            return _begin([*opened.checkpoint.tensors, *opened.checkpoint.values], incomplete)
+            return _filter_by_prefix([*opened.checkpoint.tensors, *opened.checkpoint.values], incomplete)
     except (CkpttoolError, OSError):
         return []
 
@@ -68,7 +76,7 @@ def complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
 COMPLETIONS: dict[str | None, Callable[..., Any]] = {
     "LAYOUT": _complete_layout,
     "DTYPE": _complete_dtype,
-    "NAME|FILE": _complete_map,
+    "NAME|FILE": _complete_name_map,
     "model,GLOB,...": _complete_selection,
     "scheduler,GLOB,...": _complete_selection,
 }

@@ -12,7 +12,7 @@ from ..errors import UsageError, argument
 from ..options import OpenOptions, RunOptions, WriteRequest
 from ..printable import count_noun
 from .help import READING, about
-from .layout_options import add_layout_options, trainers
+from .layout_options import add_layout_options, list_trainers
 from .results import describe_read_back, print_notes, print_result
 from .shared_options import add_shared_options
 from .terminal import (
@@ -33,25 +33,25 @@ if TYPE_CHECKING:
     from ..engine.conversion import ConvertResult
     from ..engine.dry_run import DryRun
 
-__all__ = ["convert", "print_converted", "print_plan"]
+__all__ = ["convert", "print_conversion", "print_dry_run"]
 
 
-def _of_trainer(name: str, to: str | None) -> tuple[str, bool]:
+def _choose_layout_for_trainer(name: str, to: str | None) -> tuple[str, bool]:
     """Return (the layout that a trainer resumes from, whether it needs canonical keys).
 
     Args:
-        name: what --for was given.
-        to: what --to was given, None if nothing.
+        name: the value of --for.
+        to: the value of --to; None if it was not given.
 
     Raises:
-        UsageError: there is no such trainer, ckpttool does not write for it, or --to was given, too.
+        UsageError: the trainer is unknown, ckpttool does not write for it, or --to was given, too.
     """
-    from ..layouts import for_trainers
+    from ..layouts import list_resuming_programs
 
-    known = for_trainers()
+    known = list_resuming_programs()
     if name.lower() not in known:
         raise UsageError(
-            f"Unknown trainer {name!r}. Choose one of: {', '.join(trainers(called=True))}.", code="CKPT0206"
+            f"Unknown trainer {name!r}. Choose one of: {', '.join(list_trainers(called=True))}.", code="CKPT0206"
         )
     layout, program = known[name.lower()]
     if program.refused:
@@ -102,7 +102,7 @@ def convert(
             "--for",
             help="Trainer that will resume from it, instead of --to: {trainers}.",
             metavar="TRAINER",
-            autocompletion=lambda: trainers(),
+            autocompletion=lambda: list_trainers(),
         ),
     ] = None,
     latest: Latest = False,
@@ -159,7 +159,7 @@ def convert(
     reading = replace(reading, salvage=salvage, fill_from=fill_from, apply=deltas)
     # the layout, and its own options
     if for_ is not None:
-        to, own = _of_trainer(for_, writing.to)
+        to, own = _choose_layout_for_trainer(for_, writing.to)
         writing = replace(writing, to=to, canonical_keys=writing.canonical_keys or own)
     writing = add_layout_options(ctx, writing, dst)
     if dry_run:
@@ -168,20 +168,21 @@ def convert(
         if as_json:
             print_json(found.to_json())
         else:
-            print_plan(found, verbose)
+            print_dry_run(found, verbose)
         return
     with Meter(quiet) as meter:
         done = run_conversion(src, dst, reading, writing, replace(running, progress=meter))
-    print_converted(done, meter, as_json, quiet, verbose)
+    print_conversion(done, meter, as_json, quiet, verbose)
 
 
-def print_converted(done: ConvertResult, meter: Meter, as_json: bool, quiet: bool, verbose: bool) -> None:
-    """Print what a conversion did: JSON on stdout, or the digests there and everything else on stderr.
+def print_conversion(done: ConvertResult, meter: Meter, as_json: bool, quiet: bool, verbose: bool) -> None:
+    """Print the result of a conversion: as JSON on stdout, or its digests there and everything else on stderr.
 
     Args:
-        meter: knows how long it took.
-        quiet: print the digests alone.
-        verbose: print the name of every entry that was changed or left behind, too.
+        meter: has measured how long the conversion took.
+        as_json: print JSON.
+        quiet: print only the digests.
+        verbose: also print the name of every entry that was changed or not converted.
     """
     if as_json:
         print_json({**done.to_json(), **meter.measure_costs()})
@@ -201,12 +202,12 @@ def print_converted(done: ConvertResult, meter: Meter, as_json: bool, quiet: boo
 
 
 def _print_changed(changed: dict[str, str], quiet: bool, verbose: bool) -> None:
-    """Print on stderr a line for each way in which entries were changed.
+    """Print a line on stderr for each kind of change that entries went through.
 
     Args:
-        changed: {name: how}.
+        changed: {name of an entry: how it was changed}.
         quiet: print nothing.
-        verbose: print every name, too.
+        verbose: also print the name of every entry.
     """
     of: dict[str, list[str]] = {}
     for name, how in changed.items():
@@ -220,8 +221,9 @@ def _print_changed(changed: dict[str, str], quiet: bool, verbose: bool) -> None:
 _PARTS = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer"}
 
 
-def print_plan(found: DryRun, verbose: bool) -> None:
-    """Print what a dry run found; with `verbose`, the name of every entry that would be left behind, too."""
+def print_dry_run(found: DryRun, verbose: bool) -> None:
+    """Print the result of a dry run; with `verbose`, also the name of every entry that would be changed or not
+    converted."""
     from ..engine.inspect import human
 
     world = f" for {count_noun(found.world_size, 'rank')}" if found.world_size else ""
@@ -253,8 +255,8 @@ def print_plan(found: DryRun, verbose: bool) -> None:
 
 
 def _describe_memory_of_workers(found: DryRun) -> str:
-    """Return a text that says which processes need the memory that a dry run has counted; "" if one process would do
-    the work."""
+    """Return how the memory that a dry run estimates is divided among processes, as text; "" if no workers were
+    requested."""
     from ..engine.inspect import human
 
     if found.workers is None:

@@ -18,7 +18,7 @@ from .terminal import (
     Src,
     find_newest,
     print_json,
-    print_unread,
+    print_unread_files,
     say,
 )
 
@@ -80,7 +80,7 @@ def diff(
         print_json(replace(found, data=found.data[:top]).to_json())
     else:
         for path, rows in ((a, found.not_read_a), (b, found.not_read_b)):
-            print_unread(rows, quiet, f"{path}: ")
+            print_unread_files(rows, quiet, f"{path}: ")
         for line in found.lines() if top is None else found.lines(top):
             say(line)
     if not found.equal:

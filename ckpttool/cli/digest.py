@@ -17,7 +17,7 @@ from .terminal import (
     Src,
     find_newest,
     print_json,
-    print_unread,
+    print_unread_files,
     say,
 )
 
@@ -55,7 +55,7 @@ def digest(
             }
         )
         return
-    print_unread(found.not_read, quiet)
+    print_unread_files(found.not_read, quiet)
     for line in found.lines():
         say(line)
     for name, value in found.tensors.items() if tensors else ():

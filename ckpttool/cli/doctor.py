@@ -99,7 +99,15 @@ def doctor(
 
 
 def _write_report(file: str, path: str, reading: OpenOptions, found: Diagnosis | Exception) -> None:
-    """Write the file of --report."""
+    """Write the file of --report, JSON for a bug report: versions, names, shapes and kinds of findings, no value or
+    path.
+
+    Args:
+        file: where to write it.
+        path: the checkpoint.
+        reading: how the checkpoint is read.
+        found: the diagnosis, or the exception that ended the examination.
+    """
     from ..engine.doctor.bundle import describe_checkpoint
     from ..printable import printable_json
     from ..storage.local_file import replace_file

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from .. import errors
-from ..codes import code_number, load_codes
+from ..codes import get_code_prefix, load_codes
 from ..errors import EXIT_CODES, UsageError
 from .help import about
 from .terminal import Json, print_json, say
@@ -44,7 +44,7 @@ def explain(
         print_json(rows)
         return
     if len({row["exit_code"] for row in rows}) == 1 and (len(rows) == 1 or str(rows[0]["code"]).endswith("00")):
-        _print_entry(rows.pop(0))
+        _print_code_entry(rows.pop(0))
         if rows:
             say()
             say("More particular codes:")
@@ -53,18 +53,20 @@ def explain(
 
 
 def _find_entries(asked: str) -> list[dict[str, Any]]:
-    """Return the entries of the catalogue that a text asks for; all, if it is empty. A general code, an exit code and a
-    class of errors ask for the general entry, and those of the same exit code after it.
+    """Return the entries of the catalogue of errors that a text asks for.
+
+    A code gives its entry. A general code, an exit code or the name of an error class gives the general entry, then
+    those of the same exit code. Other words give the entries that have all of them; "" gives all entries.
 
     Raises:
-        UsageError: there are none.
+        UsageError: there is no such entry.
     """
     known = load_codes()
     rows = [{"code": code, "exit_code": int(code[4:6]) if code < "CKPT99" else 130, **e} for code, e in known.items()]
     number = re.fullmatch(r"(?:ckpt)?[-_ ]?(\d+)", asked, re.IGNORECASE)
     kind = {n.lower(): getattr(errors, n) for n in errors.__all__}.get(asked.lower())
     if number and int(number[1]) in dict(EXIT_CODES) and len(number[1]) < 4:
-        code = f"CKPT{code_number(int(number[1]))}00"
+        code = f"CKPT{get_code_prefix(int(number[1]))}00"
     elif number:
         code = f"CKPT{int(number[1]):04d}"
     else:
@@ -83,8 +85,14 @@ def _find_entries(asked: str) -> list[dict[str, Any]]:
 
 
 def _suggest_code(asked: str, known: list[str]) -> str:
-    """Return a sentence with what to ask for instead: the general code of the same exit code, of those known, or the
-    error class that is most like the text."""
+    """Return a sentence that suggests another argument for `ckpttool explain`.
+
+    It is the general code of the same exit code or, if there is none, the error class whose name is most like the text.
+
+    Args:
+        asked: the text that no entry matches.
+        known: all codes.
+    """
     from difflib import get_close_matches
 
     general = re.sub(r"\D", "", asked).zfill(4)[:2] + "00"
@@ -92,8 +100,8 @@ def _suggest_code(asked: str, known: list[str]) -> str:
     return f" Try `ckpttool explain {near[0]}`." if near else " `ckpttool explain` lists all codes."
 
 
-def _print_entry(row: dict[str, Any]) -> None:
-    """Print one entry, wrapped to the width of the terminal."""
+def _print_code_entry(row: dict[str, Any]) -> None:
+    """Print one entry of the catalogue of errors, wrapped to the width of the terminal."""
     from shutil import get_terminal_size
     from textwrap import fill
 

@@ -16,7 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ..errors import EXIT_CODES
 
-__all__ = ["GROUPS", "READING", "WRITING", "About", "App", "Command", "about", "get_about", "keep_what_runs"]
+__all__ = ["GROUPS", "READING", "WRITING", "About", "App", "Command", "about", "get_about", "keep_called_command"]
 
 #: Exit codes of every command that reads a checkpoint.
 READING = (0, 1, 2, 3, 4, 7, 8, 9, 14, 130)
@@ -55,9 +55,9 @@ def about(
     page.
 
     Args:
-        examples: (purpose, command line).
+        examples: (purpose, command line) of each example.
         exits: exit codes that the command can end with.
-        meaning: {code: meaning for this command}, if it is more specific than errors.EXIT_CODES; None: it never is.
+        meaning: {exit code: its meaning for this command}, where `errors.EXIT_CODES` is too general; None: nowhere.
     """
     usual = dict(EXIT_CODES)
     said = About(examples, {code: (meaning or {}).get(code, usual[code]) for code in sorted(exits)})
@@ -88,11 +88,14 @@ def _write_examples(command: Any, formatter: Any) -> None:
         formatter.write_dl([(str(code), text) for code, text in said.exits.items()])
 
 
-def _write_sections(command: Any, ctx: Any, formatter: Any) -> None:
-    """Write arguments and options of a command with click's formatter, in the sections that `rich_help_panel` names.
+def _write_option_sections(command: Any, ctx: Any, formatter: Any) -> None:
+    """Write the arguments and options of a command to click's help formatter, in the sections that `rich_help_panel`
+    names.
 
     Args:
+        command: the command, an object of typer.
         ctx: click's context of the command.
+        formatter: click's help formatter.
     """
     rows: dict[str, list[tuple[str, str]]] = {}
     for parameter in command.get_params(ctx):
@@ -105,8 +108,9 @@ def _write_sections(command: Any, ctx: Any, formatter: Any) -> None:
             formatter.write_dl(rows[title], col_max=34)
 
 
-def _set_width(ctx: Any, formatter: Any) -> None:
-    """Set the width of help to that of the terminal less two columns, but from 50 to 108 columns."""
+def _set_help_width(ctx: Any, formatter: Any) -> None:
+    """Set the width of click's help formatter to that of the terminal minus two columns, but at least 50 and at most
+    108."""
     from shutil import get_terminal_size
 
     formatter.width = max(50, min(get_terminal_size().columns, _WIDTH) - 2)
@@ -117,12 +121,12 @@ class Command(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write all of the help."""
-        _set_width(ctx, formatter)
+        _set_help_width(ctx, formatter)
         super().format_help(ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options in sections."""
-        _write_sections(self, ctx, formatter)
+        _write_option_sections(self, ctx, formatter)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write examples and exit codes."""
@@ -132,12 +136,12 @@ class Command(TyperCommand):
 class _Group(TyperGroup):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write all of the help."""
-        _set_width(ctx, formatter)
+        _set_help_width(ctx, formatter)
         super().format_help(ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options in sections, then the commands, in groups."""
-        _write_sections(self, ctx, formatter)
+        _write_option_sections(self, ctx, formatter)
         rows = {
             name: (found.help or "").partition("\n\n")[0].replace("\n", " ")
             for name in self.list_commands(ctx)
@@ -166,17 +170,19 @@ class App(typer.Typer):
         return super().command(*name, **{"cls": Command, **options})
 
 
-def keep_what_runs(app: typer.Typer, arguments: Sequence[str]) -> typer.Typer:
-    """Return a copy of a program with only the command or group that the first argument names, and so on in that group;
-    the program itself if it names none.
+def keep_called_command(app: typer.Typer, arguments: Sequence[str]) -> typer.Typer:
+    """Return a copy of a program with only the command that the arguments call, and the groups that lead to it.
+
+    If the first argument names no command or group, the program itself is returned.
 
     Args:
+        app: the program, or one of its groups.
         arguments: those of the command line, without the program's name.
     """
     if not arguments:
         return app
     word, out = arguments[0], copy(app)
-    out.registered_commands = [c for c in app.registered_commands if _get_name(c) == word]
+    out.registered_commands = [c for c in app.registered_commands if _get_command_name(c) == word]
     out.registered_groups = [
         g for g in app.registered_groups if g.typer_instance and g.typer_instance.info.name == word
     ]
@@ -185,10 +191,10 @@ def keep_what_runs(app: typer.Typer, arguments: Sequence[str]) -> typer.Typer:
     for i, group in enumerate(out.registered_groups):
         out.registered_groups[i] = copy(group)
         assert group.typer_instance is not None
-        out.registered_groups[i].typer_instance = keep_what_runs(group.typer_instance, arguments[1:])
+        out.registered_groups[i].typer_instance = keep_called_command(group.typer_instance, arguments[1:])
     return out
 
 
-def _get_name(command: Any) -> str:
-    """Return the word that calls a command, given as typer has registered it."""
+def _get_command_name(command: Any) -> str:
+    """Return the word by which the command line calls a command, an object with which typer registers it."""
     return str(command.name or command.callback.__name__.replace("_", "-"))

@@ -12,7 +12,7 @@ import typer
 from ..errors import NotRecognised, Unsupported, UsageError, argument
 from ..options import OpenOptions, SizeRequest
 from ..printable import count_noun
-from .completion import complete_name
+from .completion import complete_entry_name
 from .help import READING, about
 from .shared_options import NameMap, Workers, add_shared_options, pick_keywords
 from .terminal import (
@@ -58,7 +58,7 @@ def inspect(
             "--tensor",
             help="Print file and byte range of every chunk of the tensors that match.",
             metavar="GLOB",
-            autocompletion=complete_name,
+            autocompletion=complete_entry_name,
         ),
     ] = None,
     fold: Annotated[
@@ -111,7 +111,7 @@ def inspect(
         if as_json:
             print_json(e.below.to_json())
             return
-        for line in _describe_folder(e.below):
+        for line in _describe_checkpoints_below(e.below):
             say(line)
         return
     with found as opened:
@@ -126,7 +126,7 @@ def inspect(
             opened = rename_opened(opened, name_map, reading.config)
         s = look.summarise(opened, path, sizes)
         if html is not None:
-            _write_page(s, html, path, options, stats, against, name_map, workers, force, as_json)
+            _write_html_page(s, html, path, options, stats, against, name_map, workers, force, as_json)
         if tensor is not None:
             _print_chunks(opened.checkpoint, tensor, as_json)
             return
@@ -140,7 +140,7 @@ def inspect(
         draw(look.draw_summary(s), *trees, *([look.draw_folded(rows)] if fold else []))
 
 
-def _write_page(
+def _write_html_page(
     summary: Summary,
     file: str,
     path: str,
@@ -152,8 +152,23 @@ def _write_page(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Write the page of a checkpoint, with statistics if `counted` and with what differs from the one at `against` if
-    there is one; say where on stderr."""
+    """Write the HTML page of a checkpoint, and say on stderr where it is.
+
+    Args:
+        summary: the summary of the checkpoint.
+        file: where to write the page.
+        path: path or URL of the checkpoint.
+        reading: how to read it.
+        counted: whether the page has statistics of all tensors.
+        against: another checkpoint, whose differences the page lists; None: no comparison.
+        name_map: name map that renames the tensors; None: none.
+        workers: which processes read, as in `ckpttool.convert`; None: this one.
+        force: whether to replace an existing file.
+        as_json: print nothing on stderr.
+
+    Raises:
+        UsageError: `counted` and `name_map` are both given.
+    """
     from ..engine.diff import diff
     from ..engine.stats import stats
 
@@ -172,10 +187,10 @@ def _write_page(
 
 
 def _print_chunks(ckpt: Checkpoint, pattern: str, as_json: bool) -> None:
-    """Print where the chunks of tensors are: file and byte range.
+    """Print in which file, and at which bytes of it, the chunks of tensors are.
 
     Args:
-        pattern: a glob for the names of the tensors.
+        pattern: glob for the names of the tensors.
         as_json: print JSON.
 
     Raises:
@@ -203,8 +218,8 @@ def _print_chunks(ckpt: Checkpoint, pattern: str, as_json: bool) -> None:
             say(f"    [{spans}]  {c['file']} bytes {c['offset']}..{c['offset'] + c['length']}")
 
 
-def _describe_folder(found: Checkpoints) -> list[str]:
-    """Return lines that list the checkpoints below a folder, and say what to type next."""
+def _describe_checkpoints_below(found: Checkpoints) -> list[str]:
+    """Return lines of text that list the checkpoints below a folder, and suggest the next command."""
     answer = found.newest
     lines = [f"{found.path}: {count_noun(len(found.checkpoints), 'checkpoint')} below it", *str(found).split("\n")]
     if len(answer) == 1:

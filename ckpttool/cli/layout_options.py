@@ -20,34 +20,38 @@ from .help import WRITING, Command
 if TYPE_CHECKING:
     from ..layouts import Layout
 
-__all__ = ["HfCommand", "LayoutCommand", "add_layout_options", "trainers"]
+__all__ = ["HfCommand", "LayoutCommand", "add_layout_options", "list_trainers"]
 
 _META = "ckpttool.layout_options"
 
 
-def trainers(called: bool = False) -> list[str]:
-    """Return the names that `--for` takes; with `called`, each followed by what else people call it, in parentheses."""
-    from ..layouts import for_trainers
+def list_trainers(called: bool = False) -> list[str]:
+    """Return the names of trainers that `--for` accepts.
 
-    known = [program for _, program in for_trainers().values() if not program.refused]
+    Args:
+        called: whether to append the other names of a trainer to its name, in parentheses.
+    """
+    from ..layouts import list_resuming_programs
+
+    known = [program for _, program in list_resuming_programs().values() if not program.refused]
     return [p.name + (f" ({p.called})" if called and p.called else "") for p in known]
 
 
 def add_layout_options(ctx: typer.Context, writing: WriteRequest, dst: str) -> WriteRequest:
-    """Return a request with its layout and the options of that, which the user passed.
+    """Return a copy of a request with its layout, and with the options of that layout that the user passed.
 
     Args:
-        ctx: click's context of the command, where these options were kept.
-        writing: the request; if it names no layout, `dst` tells it.
+        ctx: click's context of the command, in which the layout options were stored.
+        writing: the request; if it names no layout, that is chosen by `dst`.
         dst: the destination.
 
     Raises:
-        UsageError: there is no such layout, or an option is for others.
+        UsageError: the layout is unknown, or an option belongs to other layouts.
     """
-    from ..layouts import options_of, target_of
+    from ..layouts import choose_target_layout, make_layout_options
 
-    target = target_of(writing.to, dst)
-    return replace(writing, to=target.name, options=options_of(target, dict(ctx.meta.get(_META, {}))))
+    target = choose_target_layout(writing.to, dst)
+    return replace(writing, to=target.name, options=make_layout_options(target, dict(ctx.meta.get(_META, {}))))
 
 
 class LayoutCommand(Command):
@@ -62,12 +66,13 @@ class LayoutCommand(Command):
         if self._made is None:
             for option in self._own:
                 if "{trainers}" in (option.help or ""):
-                    option.help = option.help.format(trainers=", ".join(trainers()))
-            self._made = [*self._own, *(o for o in _make_options(self.targets) if o.opts[0] not in self.without)]
+                    option.help = option.help.format(trainers=", ".join(list_trainers()))
+            self._made = [*self._own, *(o for o in _make_layout_options(self.targets) if o.opts[0] not in self.without)]
         return self._made
 
     @params.setter
     def params(self, own: list[Any]) -> None:
+        """Return the command's own options, then those of layouts, which are created at the first access."""
         self._own, self._made = own, None
 
     _own: list[Any]
@@ -80,38 +85,39 @@ class HfCommand(LayoutCommand):
     targets = (HUB_LAYOUT,)
 
 
-def _make_options(targets: tuple[str, ...] | None) -> list[TyperOption]:
-    """Return the command-line options of layouts: one for each field of their options, or for fields of the same name.
+def _make_layout_options(targets: tuple[str, ...] | None) -> list[TyperOption]:
+    """Return the command-line options of layouts: one for each flag, which may set a field of the options of several
+    layouts.
 
     Args:
-        targets: names of these layouts; None: all that can be written.
+        targets: names of the layouts; None: all that can be written.
 
     Raises:
-        UsageError: fields of the same name have different types.
+        UsageError: fields of the same flag have different types.
     """
     from .. import layouts
 
     of: dict[str, list[tuple[Layout, Field[Any]]]] = {}
     for layout in layouts.layouts().values():
         if layout.write is not None and (targets is None or layout.name in targets):
-            for flag, f in layouts.flags_of(layout).items():
+            for flag, f in layouts.list_layout_flags(layout).items():
                 of.setdefault(flag, []).append((layout, f))
-    return [_make_option(flag, rows) for flag, rows in of.items()]
+    return [_make_layout_option(flag, rows) for flag, rows in of.items()]
 
 
-def _make_option(flag: str, rows: list[tuple[Layout, Field[Any]]]) -> TyperOption:
+def _make_layout_option(flag: str, rows: list[tuple[Layout, Field[Any]]]) -> TyperOption:
     """Return the command-line option `flag`.
 
     Args:
-        rows: (layout, field of its options) that it sets; one or more.
+        rows: (layout, field of its options) of each field that the flag sets; at least one.
 
     Raises:
-        UsageError: the fields are of different types.
+        UsageError: the fields have different types.
     """
     from .. import layouts
 
     names = ", ".join(layout.name for layout, _ in rows)
-    kind, *others = {layouts.type_of(layout, f) for layout, f in rows}
+    kind, *others = {layouts.get_option_type(layout, f) for layout, f in rows}
     if others:
         raise UsageError(f"{names} have an option {flag}, but of different types. Rename it in one of them.")
     field = rows[0][1]

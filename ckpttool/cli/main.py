@@ -27,14 +27,14 @@ from ..errors import (
     NoSpace,
     UsageError,
     get_change,
+    get_failed_path,
     kind_of_failure,
     name_flags,
     note_change,
-    path_of_failure,
 )
-from .help import App, Command, about, keep_what_runs
+from .help import App, Command, about, keep_called_command
 from .layout_options import HfCommand, LayoutCommand
-from .terminal import OutputLost, note, open_streams, print_json, refuse_empty, say
+from .terminal import OutputLost, note, open_streams, print_json, refuse_empty_arguments, say
 
 __all__ = ["build_app", "main"]
 
@@ -94,7 +94,7 @@ def build_app(word: str | None = None) -> App:
 
 
 @cache
-def _whole_app() -> App:
+def _build_complete_app() -> App:
     """Return the program with all its commands; it is built once."""
     return build_app()
 
@@ -106,7 +106,7 @@ def __getattr__(name: str) -> Any:
         AttributeError: for any other name.
     """
     if name == "app":
-        return _whole_app()
+        return _build_complete_app()
     raise AttributeError(name)
 
 
@@ -154,7 +154,7 @@ class _Command(CommandLine):
 
     @cached_property
     def flags(self) -> frozenset[str]:
-        """Return the options that the command has, such as "--to"."""
+        """The option names that the command has, such as "--to"."""
         found = self._program
         for word in sys.argv[1:]:
             if (below := getattr(found, "commands", {}).get(word)) is None:
@@ -163,18 +163,18 @@ class _Command(CommandLine):
         return list_flags(found)
 
     def owner(self, flag: str) -> str | None:
-        """Return the first command, such as "ckpttool convert", that has this option; None if none has it."""
+        """Return the first command that has the option `flag`, such as "ckpttool convert"; None if none has it."""
         return next((f"ckpttool {name}" for name, command in list_commands() if flag in list_flags(command)), None)
 
 
 def list_commands(group: Any = None, above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (its words, the command as an object of typer) of every command, such as "audit export".
+    """Yield (its words after "ckpttool", such as "audit export", the command as an object of typer) for every command.
 
     Args:
-        group: the group whose commands are listed; None: the whole program.
+        group: the group whose commands are listed; None: the complete program.
         above: the words before those of the group's commands, with a space at the end.
     """
-    for name, found in getattr(group or typer.main.get_command(_whole_app()), "commands", {}).items():
+    for name, found in getattr(group or typer.main.get_command(_build_complete_app()), "commands", {}).items():
         if hasattr(found, "commands"):
             yield from list_commands(found, f"{above}{name} ")
         else:
@@ -182,7 +182,7 @@ def list_commands(group: Any = None, above: str = "") -> Iterator[tuple[str, Any
 
 
 def list_flags(command: Any) -> frozenset[str]:
-    """Return the options of a command, an object of typer: "--to", "-n", ..."""
+    """Return the names of a command's options: "--to", "-n", ... The command is an object of typer."""
     return frozenset(flag for p in command.params for flag in (*p.opts, *p.secondary_opts))
 
 
@@ -191,18 +191,19 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _stopped = 0  # how many signals have asked us to end
 
 
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    """Handle a signal that asks us to end: raise KeyboardInterrupt or, in a finalizer, where that would be lost, send
-    SIGINT again a moment later.
+def _handle_signal(signum: int, frame: FrameType | None) -> None:
+    """Handle a signal that asks to end this process: raise KeyboardInterrupt.
+
+    In a finalizer, where that would be lost, SIGINT is sent again a moment later instead.
 
     Args:
-        signum, frame: as Python gives them to a handler.
+        signum, frame: the arguments that Python passes to a handler.
     """
     global _stopped
     _stopped += 1
     while frame is not None:
         if frame.f_code is _handle_unraisable.__code__:  # what is raised there is lost, too, with a traceback
-            return _interrupt_soon()
+            return _send_interrupt_soon()
         frame = frame.f_back
     raise KeyboardInterrupt
 
@@ -215,24 +216,26 @@ def main() -> None:
     try:
         for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                signal.signal(number, _interrupt)
+                signal.signal(number, _handle_signal)
         sys.unraisablehook = _handle_unraisable
         open_streams()
         warnings.showwarning = _show_warning
-        _run_and_explain()
+        _run_and_report_errors()
     except KeyboardInterrupt:  # before anything was begun, or another one while an error was printed
         _print_and_exit(Interrupted(_explain_interrupt()))
 
 
-def _run_and_explain() -> None:
-    """Run the command that `sys.argv` names; print what it raises as an error, and exit with the code of that. This
-    does not return.
+def _run_and_report_errors() -> None:
+    """Run the command that `sys.argv` names, print what it raises as an error, and exit with the code of that error.
+
+    This never returns.
 
     Raises:
-        Exception: a bug, if CKPTTOOL_DEBUG is set. KeyboardInterrupt: while an error is printed.
+        Exception: a bug, if CKPTTOOL_DEBUG is set.
+        KeyboardInterrupt: a signal arrived while an error was printed.
     """
     try:
-        _run()
+        _run_command()
     except OutputLost as e:
         _exit_without_output(e.error)
     except CkpttoolError as e:
@@ -242,7 +245,7 @@ def _run_and_explain() -> None:
     except MemoryError:
         _print_and_exit(NoSpace("not enough memory.", code="CKPT0802"))
     except OSError as e:
-        _print_and_exit(_explain_os_error(e))
+        _print_and_exit(_convert_os_error(e))
     except Exception as e:  # a fault of ours: no traceback unless asked for, but say where it was
         if _stopped:  # a library has made another error of the interrupt
             _print_and_exit(Interrupted(_explain_interrupt()))
@@ -276,7 +279,7 @@ def _find_foreign_package(e: Exception) -> str | None:
 
 
 def _explain_interrupt() -> str:
-    """Return a text that says what an interrupt leaves behind, if no command has handled it."""
+    """Return the message for an interrupt that no command handled: what was changed, and what may be left over."""
     if done := get_change():
         return f"interrupted. {done}"
     if _stopped > 1:
@@ -288,15 +291,20 @@ def _explain_interrupt() -> str:
 
 
 def _handle_unraisable(what: sys.UnraisableHookArgs) -> None:
-    """Handle an exception in a finalizer, where Python can raise nothing: send an interrupt again a moment later; show
-    anything else as Python does."""
+    """Handle an exception in a finalizer, which Python cannot raise.
+
+    For a KeyboardInterrupt, SIGINT is sent again a moment later; anything else is shown as Python does.
+
+    Args:
+        what: the arguments that Python passes to `sys.unraisablehook`.
+    """
     if what.exc_type is KeyboardInterrupt:
-        _interrupt_soon()
+        _send_interrupt_soon()
     else:
         sys.__unraisablehook__(what)
 
 
-def _interrupt_soon() -> None:
+def _send_interrupt_soon() -> None:
     """Send SIGINT to this process in 10 ms."""
     again = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT))
     again.daemon = True
@@ -314,30 +322,34 @@ def _show_warning(message: Warning | str, category: type[Warning], *more: Any, *
         _usual(message, category, *more, **where)
 
 
-def _run() -> None:
+def _run_command() -> None:
     """Run the command that `sys.argv` names, and exit with its status.
 
     Raises:
         UsageError: an argument is empty or wrong. CkpttoolError, OutputLost, KeyboardInterrupt: what the command
             raises.
     """
-    refuse_empty(sys.argv[1:])
+    refuse_empty_arguments(sys.argv[1:])
     words = sys.argv[1:]
-    program = typer.main.get_command(keep_what_runs(build_app(next(iter(words), None)), words))
+    program = typer.main.get_command(keep_called_command(build_app(next(iter(words), None)), words))
     try:
         with name_flags(_Command(program)):
             status = _run_program(program)
     finally:
         sys.stdout.flush()  # here, where a failure has a handler
-    _exit(status)
+    _exit_process(status)
 
 
 def _run_program(program: Any) -> int:
-    """Run typer's command object with `sys.argv`, and return the exit status.
+    """Run a program with `sys.argv`, and return the exit status.
+
+    Args:
+        program: the command object that typer makes of the program.
 
     Raises:
-        UsageError: the command line is wrong; a note has the usage. KeyboardInterrupt: typer has caught a signal.
-            Anything that the command raises.
+        UsageError: the command line is wrong; a note of the exception has the usage.
+        KeyboardInterrupt: typer has caught a signal.
+        Exception: anything that the command raises.
     """
     try:
         status = program(standalone_mode=False)
@@ -354,15 +366,15 @@ def _run_program(program: Any) -> int:
     return status
 
 
-def _exit(status: int) -> NoReturn:
-    """End this process with a status; a signal from here on ends it at once, with the same status."""
+def _exit_process(status: int) -> NoReturn:
+    """End this process with a status; a signal that arrives while it ends does not change the status."""
 
     def end(signum: int, frame: FrameType | None) -> None:
         """Handle a signal: end this process at once, with `status`."""
         os._exit(status)
 
     for number in _SIGNALS:
-        if signal.getsignal(number) is _interrupt:
+        if signal.getsignal(number) is _handle_signal:
             signal.signal(number, end)
     if (clusters := sys.modules.get("ckpttool.engine.workers.clusters")) is not None:
         clusters.leave_mpi(status)
@@ -372,8 +384,8 @@ def _exit(status: int) -> NoReturn:
 
 
 def _ignore_signals() -> None:
-    """Ignore signals after the last thread has ended: Python puts the handlers of the system back, which would end us
-    with another status."""
+    """Ignore signals while Python ends: it restores the default handlers, which would end this process with another
+    status."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -383,22 +395,22 @@ def _exit_without_output(e: OSError) -> None:
     message and the code of the error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if isinstance(e, BrokenPipeError):
-        _exit(141)  # as a program that SIGPIPE ends: whoever read our output has enough
+        _exit_process(141)  # as a program that SIGPIPE ends: whoever read our output has enough
     note(
         f"error: standard output: {e.strerror}. What was printed is incomplete; a checkpoint that this command wrote "
         "is not affected."
     )
-    note(f"more: ckpttool explain {(error := _explain_os_error(e)).code}")
-    _exit(error.exit_code)
+    note(f"more: ckpttool explain {(error := _convert_os_error(e)).code}")
+    _exit_process(error.exit_code)
 
 
-def _explain_os_error(e: OSError) -> CkpttoolError:
-    """Return the error of ckpttool for an OSError that no command handled."""
+def _convert_os_error(e: OSError) -> CkpttoolError:
+    """Return the CkpttoolError that corresponds to an OSError which no command handled."""
     try:
         os.getcwd()
     except OSError:
         return UsageError("The current folder was removed. Change to another one, or give absolute paths.")
-    name = path_of_failure(e, "the system")
+    name = get_failed_path(e, "the system")
     kind = NoSpace if e.errno in (errno.ENOMEM, errno.EMFILE, errno.ENFILE) else kind_of_failure(e)
     return kind(f"{name}: {e.strerror or e}" + (f" (errno {e.errno})." if e.errno else "."))
 
@@ -414,7 +426,7 @@ def _print_and_exit(e: CkpttoolError) -> NoReturn:
     for text in getattr(e, "__notes__", ()):
         note(f"note: {text}")
     note(f"more: ckpttool explain {e.code}")
-    _exit(e.exit_code)
+    _exit_process(e.exit_code)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ from .._version import __version__
 from .help import get_about
 from .main import build_app, list_commands
 
-__all__ = ["make_page"]
+__all__ = ["make_man_page"]
 
 
-def make_page() -> str:
+def make_man_page() -> str:
     """Return the text of the man page ckpttool.1, in roff."""
     program: Any = typer.main.get_command(build_app())
     lines = [
@@ -35,10 +35,11 @@ def make_page() -> str:
 
 
 def _describe_command(name: str, command: Any) -> list[str]:
-    """Return the lines of roff on a command: its usage, help, options, examples and exit codes.
+    """Return the lines of roff that describe a command: usage, help, options, examples and exit codes.
 
     Args:
-        name: all words of it after "ckpttool".
+        name: all words of the command after "ckpttool".
+        command: the command, an object of typer.
     """
     ctx = command.make_context(name, [], resilient_parsing=True)
     arguments = [p for p in command.get_params(ctx) if p.param_type_name == "argument"]
@@ -66,10 +67,11 @@ def _describe_examples(command: Any) -> list[str]:
 
 
 def _escape_roff(text: str) -> str:
-    """Return a text in roff, as one line, with dashes that can be copied, and which is not taken for a roff command."""
+    """Return a text for roff: on one line, with dashes that can be copied, and escaped where roff would read a
+    command."""
     out = " ".join(text.split()).replace("\\", "\\e").replace("-", "\\-")
     return f"\\&{out}" if out[:1] in (".", "'") else out
 
 
 if __name__ == "__main__":
-    sys.stdout.write(make_page())
+    sys.stdout.write(make_man_page())

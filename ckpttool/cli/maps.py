@@ -55,7 +55,7 @@ def maps(
 ) -> None:
     """List the name maps, by which `convert --map` renames keys for other model code; print one; or propose one."""
     if derive is not None:
-        _derive(name, derive, prove_logits, as_json, quiet)
+        _print_derived_map(name, derive, prove_logits, as_json, quiet)
         return
     if prove_logits:
         raise UsageError(
@@ -63,7 +63,7 @@ def maps(
         )
     from ..huggingface import maps as known
 
-    found = [known.load(n) for n in (known.names() if name is None else [name])]
+    found = [known.load_map(n) for n in (known.list_map_names() if name is None else [name])]
     rows = [MapRow(m.name, *m.sides, list(m.models), m.about) for m in found]
     if name is not None:
         text = known.read_shipped_or_own_map(name)
@@ -80,11 +80,18 @@ def maps(
         say(f"{r.name:28s} {r.left} <-> {r.right}: {', '.join(r.models)}")
 
 
-def _derive(name: str | None, other: str, prove_logits: bool, as_json: bool, quiet: bool) -> None:
-    """Print a proposed map; exit 5 if something is undecided.
+def _print_derived_map(name: str | None, other: str, prove_logits: bool, as_json: bool, quiet: bool) -> None:
+    """Derive a name map from two models, and print it; exit with status 5 if some names have no counterpart yet.
+
+    Args:
+        name: the checkpoint whose names are on the left side; None is an error.
+        other: the model whose names are on the right side: another checkpoint, or a config.json.
+        prove_logits: compare the logits with and without the map.
+        as_json: print JSON.
+        quiet: print no progress and no notes.
 
     Raises:
-        UsageError: there is no checkpoint to start from.
+        UsageError: `name` is None.
     """
     from ..engine.map_proposals import derive_map
 

@@ -131,9 +131,9 @@ def push(
     for name in done.deleted:
         note(f"deleted: {name}, of other weights" if not dry_run else f"would be deleted: {name}", quiet)
     if dry_run:
-        _print_preview(done)
+        _print_push_preview(done)
     else:
-        _print_push(done, meter, quiet)
+        _print_push_result(done, meter, quiet)
 
 
 def _describe_repository(done: Pushed) -> tuple[str, str]:
@@ -141,7 +141,7 @@ def _describe_repository(done: Pushed) -> tuple[str, str]:
     return done.url + (f"@{done.revision}" if done.revision else ""), "private" if done.private else "public"
 
 
-def _print_preview(done: Pushed) -> None:
+def _print_push_preview(done: Pushed) -> None:
     """Print on stdout which files a push would send."""
     from ..engine.inspect import human
 
@@ -153,8 +153,13 @@ def _print_preview(done: Pushed) -> None:
     say("  and README.md, ckpttool.json; nothing was sent.")
 
 
-def _print_push(done: Pushed, meter: Meter, quiet: bool) -> None:
-    """Print what a push has sent, on stderr, and commit and digests, on stdout; with `quiet`, the latter alone."""
+def _print_push_result(done: Pushed, meter: Meter, quiet: bool) -> None:
+    """Print what a push has uploaded: the commit, or that there is none, and the digests on stdout, the rest on stderr.
+
+    Args:
+        meter: has measured how long the push took.
+        quiet: print nothing on stderr.
+    """
     from ..engine.inspect import human
 
     where, kind = _describe_repository(done)

@@ -20,16 +20,21 @@ def print_notes(notes: list[str], quiet: bool) -> None:
 
 
 def describe_read_back(done: ConvertResult) -> str:
-    """Return a text that says whether a result was read back, and proven to compute the same, for the end of a line."""
+    """Return whether a result was read back, and by how much its logits differ if they were compared, as text that
+    follows a comma."""
     proven = "" if done.proof is None else f", logits differ from the source's by {done.proof['largest']:.3g}"
     return (", read back and equal" if done.verified else ", not read back") + proven
 
 
 def print_delta(path: str, as_json: bool, read_data: bool = False) -> bool:
-    """Print what the delta or the chain of deltas at a path is, and tell whether there is one.
+    """Describe the delta, or the chain of deltas, at a path on stdout.
 
     Args:
-        read_data: decode all of its changes first.
+        as_json: print JSON.
+        read_data: decode all changes in it first.
+
+    Returns:
+        Whether there is a delta at that path; if not, nothing is printed.
 
     Raises:
         CkpttoolError: it cannot be read, or is damaged.
@@ -46,13 +51,13 @@ def print_delta(path: str, as_json: bool, read_data: bool = False) -> bool:
 
 
 def print_result(done: ConvertResult, source: str, meter: Meter, quiet: bool, more: str = "") -> None:
-    """Print what was written, in how much time and memory, on stderr, and the digests on stdout.
+    """Print what a conversion wrote, in how much time and memory, on stderr, and the digests on stdout.
 
     Args:
         source: what was converted, as the line names it: a layout, path or URL.
-        meter: knows how long it took.
-        quiet: print the digests alone.
-        more: what else is known of the result, for the end of the line.
+        meter: has measured how long the conversion took.
+        quiet: print only the digests.
+        more: text to append to the line.
     """
     from ..engine.inspect import human
 

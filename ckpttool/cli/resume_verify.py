@@ -89,7 +89,7 @@ def resume_verify(
     from ..resume.ranks.torchrun import exit_together, is_rank_of_job, lasting_job
     from ..resume.report.files import write_reports
     from ..resume.report.terminal import render_terminal
-    from ..resume.verify import verify
+    from ..resume.verify import run_verify_request
 
     _check_report_paths(report, junit, metrics)
     gc.enable()  # a training job makes cycles
@@ -104,7 +104,7 @@ def resume_verify(
     progress = _Progress(quiet)
     with lasting_job():
         try:
-            found = verify(replace(request, source=src or "", reading=reading, status=progress))
+            found = run_verify_request(replace(request, source=src or "", reading=reading, status=progress))
         finally:
             progress.close()
         if found is not None:  # None on other ranks than the first of a job that was started from outside
@@ -121,14 +121,13 @@ def resume_verify(
 
 
 def _check_report_paths(report: str | None, junit: str | None, metrics: str | None) -> None:
-    """Refuse reports that could not be written, before anything runs; the folder `report` is made.
+    """Raise, before anything runs, if a report could not be written. The folder `report` is created.
 
     Args:
-        report, junit, metrics: the folder and the two files that were named on the command line; None: no such report.
+        report, junit, metrics: the folder and the two files that the command line names; None: no such report.
 
     Raises:
-        UsageError, CkpttoolError: a folder cannot be made or does not exist, or something is there that is not a
-            regular file.
+        UsageError, CkpttoolError: a folder does not exist and cannot be created, or a path is not a regular file.
     """
     if report is not None:
         try:

@@ -30,12 +30,14 @@ EDITS = ("drop_matching", "rename", "set_values", "reset")
 
 
 def add_shared_options(*without: str, **defaults: object) -> Callable[[F], F]:
-    """Return a decorator for commands: each parameter whose type is a request (a dataclass of options) is replaced by
-    options of the command line, one for each field, and the command gets the request that they make.
+    """Return a decorator that replaces each parameter of a command whose type is a request by command-line options.
+
+    A request is a dataclass of options. There is one option for each of its fields, and the command gets the request
+    that is made of their values.
 
     Args:
-        without: fields that this command has no use for, or has an option of its own for.
-        defaults: {field: default} where this command has another one.
+        without: names of fields that do not become options of this command.
+        defaults: {field: default} where this command has another default than the field.
     """
 
     def decorate(function: F) -> F:
@@ -55,7 +57,7 @@ def add_shared_options(*without: str, **defaults: object) -> Callable[[F], F]:
         def command(**given: Any) -> None:
             """Make the requests from the values of the options, and call the decorated function."""
             for name, listed in requests.items():
-                values = {f.name: _parse(f, given.pop(f.name)) for f in listed}
+                values = {f.name: _parse_option_value(f, given.pop(f.name)) for f in listed}
                 given[name] = own.parameters[name].annotation(**values)
             function(**given)
 
@@ -67,13 +69,17 @@ def add_shared_options(*without: str, **defaults: object) -> Callable[[F], F]:
 
 
 def list_shared_options(request: Any, *without: str) -> list[Field[Any]]:
-    """Return the fields of a request (a dataclass of options, or an instance) that are options of the command line,
-    except those named in `without`."""
+    """Return the fields of a request that become command-line options.
+
+    Args:
+        request: a dataclass of options, or an instance.
+        without: names of fields to leave out.
+    """
     return [f for f in fields(request) if "help" in f.metadata and f.name not in without]
 
 
 def pick_keywords(function: Callable[..., Any], *requests: Any) -> dict[str, Any]:
-    """Return {name: value} of all fields of these requests that a function has a parameter for."""
+    """Return {name: value} of those fields of the requests that are also parameters of a function."""
     names = inspect.signature(function).parameters
     return {f.name: getattr(r, f.name) for r in requests for f in fields(r) if f.name in names}
 
@@ -82,14 +88,16 @@ def _make_parameter(f: Field[Any], default: object) -> inspect.Parameter:
     """Return the parameter of a command that sets a field of a request.
 
     Args:
-        default: that of the field for this command.
+        default: default of the field for this command.
     """
     if default is True and not _has_two_flags(f):
         default = False  # it is turned off by its flag
-    return inspect.Parameter(f.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=_annotate(f))
+    return inspect.Parameter(
+        f.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=_make_option_annotation(f)
+    )
 
 
-def _annotate(f: Field[Any]) -> Any:
+def _make_option_annotation(f: Field[Any]) -> Any:
     """Return the annotation from which typer makes the option for a field: its type, flags and help."""
     said, named = f.metadata, str(f.type)
     kind: Any = str
@@ -114,16 +122,22 @@ def _annotate(f: Field[Any]) -> Any:
 
 
 def _has_two_flags(f: Field[Any]) -> bool:
-    """Return whether a field is a switch that one flag turns on and another one off ("--a/--b"). In other options, a
-    slash stands between names of one option."""
+    """Return whether a field is a switch with one flag that turns it on and one that turns it off ("--a/--b").
+
+    In other fields, a slash separates alternative names of one option.
+    """
     return str(f.type).startswith("bool") and "/" in (f.metadata["flag"] or "")
 
 
-def _parse(f: Field[Any], given: Any) -> Any:
-    """Return the value of a field for what the command line gave for its option; None stays None.
+def _parse_option_value(f: Field[Any], given: Any) -> Any:
+    """Convert the value of a command-line option to that of its field; None stays None.
+
+    Args:
+        f: the field.
+        given: what typer passes.
 
     Raises:
-        UsageError: it is not a size, a list or a rule, as the field needs it.
+        UsageError: it is not a valid size, list or rule.
     """
     if f.default is True and not _has_two_flags(f):
         return not given
@@ -148,11 +162,11 @@ def _serve_if_worker(spec: str | None) -> str | None:
     return spec
 
 
-def _annotate_field(request: Any, name: str) -> Any:
+def _make_annotation_of_field(request: Any, name: str) -> Any:
     """Return the annotation from which typer makes the option for the field `name` of a request."""
-    return next(_annotate(f) for f in fields(request) if f.name == name)
+    return next(_make_option_annotation(f) for f in fields(request) if f.name == name)
 
 
 # For commands that have one of these alone.
-Workers = Annotated[str | None, *_annotate_field(RunOptions, "workers").__metadata__]
-NameMap = Annotated[str | None, *_annotate_field(WriteRequest, "map").__metadata__]
+Workers = Annotated[str | None, *_make_annotation_of_field(RunOptions, "workers").__metadata__]
+NameMap = Annotated[str | None, *_make_annotation_of_field(WriteRequest, "map").__metadata__]

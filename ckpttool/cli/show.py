@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..options import OpenOptions
-from .completion import complete_name
+from .completion import complete_entry_name
 from .help import READING, about
 from .shared_options import add_shared_options
 from .terminal import Json, Latest, Meter, Src, find_newest, note, print_json, say
@@ -30,7 +30,7 @@ def show(
         typer.Argument(
             help="Names or globs of tensors and values; behind a name, an index as numpy has it.",
             show_default=False,
-            autocompletion=complete_name,
+            autocompletion=complete_entry_name,
         ),
     ],
     reading: OpenOptions,

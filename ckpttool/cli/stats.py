@@ -21,7 +21,7 @@ from .terminal import (
     find_newest,
     note,
     print_json,
-    print_unread,
+    print_unread_files,
     say,
 )
 
@@ -78,7 +78,7 @@ def stats(
     if as_json:
         print_json(found.to_json())
         return
-    print_unread(found.not_read, quiet)
+    print_unread_files(found.not_read, quiet)
     for where, names in ((path, found.only_here), (against, found.only_there)):
         if names and not quiet:
             note(f"{len(names):,} tensors are in {where} alone, first {names[0]}")

@@ -40,9 +40,9 @@ __all__ = [
     "parse_rules",
     "print_json",
     "print_left_behind",
-    "print_unread",
+    "print_unread_files",
     "progress_bar",
-    "refuse_empty",
+    "refuse_empty_arguments",
     "say",
     "split_commas",
 ]
@@ -69,20 +69,19 @@ Latest = Annotated[
 
 
 def find_newest(path: str, latest: bool, quiet: bool = False) -> str:
-    """Return the path of the checkpoint to read.
+    """Return the path of the checkpoint to read: `path` itself, or the newest complete checkpoint below it.
 
     Args:
         path: the path that was given.
-        latest: whether it is a folder (--latest), below which the newest complete checkpoint is looked for; a note
-            names that.
-        quiet: print no note.
+        latest: whether to search the folder `path` for the newest complete checkpoint (--latest), which is printed.
+        quiet: print nothing.
 
     Raises:
         CkpttoolError: there is no complete checkpoint below the folder.
     """
     if not latest:
         return path
-    from ..engine.discover.detection import latest as look
+    from ..engine.discover.detection import find_latest_checkpoint as look
 
     found, newer = look(path)
     note(f"latest: {found}", quiet)
@@ -92,10 +91,10 @@ def find_newest(path: str, latest: bool, quiet: bool = False) -> str:
 
 
 def split_commas(text: str) -> list[str]:
-    """Return the parts of "a, b, c" between commas, without spaces around them.
+    """Return the parts of a text between commas, without surrounding spaces; empty parts are left out.
 
     Raises:
-        UsageError: there are none.
+        UsageError: no part is left.
     """
     parts = [t.strip() for t in text.split(",") if t.strip()]
     if not parts:
@@ -105,12 +104,13 @@ def split_commas(text: str) -> list[str]:
     return parts
 
 
-def refuse_empty(arguments: Iterable[str]) -> None:
-    """Refuse a command line with an empty argument: an unset shell variable must not mean the current
-    folder, or all components.
+def refuse_empty_arguments(arguments: Iterable[str]) -> None:
+    """Raise UsageError if an argument of the command line is empty, as when a shell variable is not set.
+
+    It must not mean the current folder, or all components.
 
     Raises:
-        UsageError: with the option that it was given to, or its number.
+        UsageError: with the option that has the empty value, or the number of the argument.
     """
     before = ""
     for i, text in enumerate(arguments):
@@ -121,15 +121,16 @@ def refuse_empty(arguments: Iterable[str]) -> None:
 
 
 def parse_rules(rules: list[str], flag: str, form: str) -> dict[str, Any]:
-    """Return {what: to what} of the values of an option, such as "GLOB=DTYPE".
+    """Return {left side: right side} of the values of a repeatable option, such as "GLOB=DTYPE".
 
     Args:
+        rules: the values.
         flag: the option, for messages.
-        form: how a rule is written. What ends with VALUE has the first "=" between the two, and a number, text, list,
-            true, false or null as JSON spells them after it; others have the last one.
+        form: how a value is written. If it ends with "VALUE", a value is split at its first "=", and the right side is
+            parsed as JSON where it is JSON; otherwise it is split at its last "=".
 
     Raises:
-        UsageError: one has no "=", or nothing before it.
+        UsageError: a value has no "=", or nothing before it.
     """
     out: dict[str, Any] = {}
     plain = form.endswith("VALUE")
@@ -137,13 +138,12 @@ def parse_rules(rules: list[str], flag: str, form: str) -> dict[str, Any]:
         what, eq, to = rule.partition("=") if plain else rule.rpartition("=")
         if not eq or not what:
             raise UsageError(f"{flag} {rule!r}: write {form}.", code="CKPT0203")
-        out[what] = _parse_plain(to) if plain else to
+        out[what] = _parse_plain_value(to) if plain else to
     return out
 
 
-def _parse_plain(text: str) -> object:
-    """Parse a number, text, list, true, false or null as JSON has them, or True, False or None; any other text is
-    itself."""
+def _parse_plain_value(text: str) -> object:
+    """Return the value of a text that is JSON, True, False or None; any other text is returned unchanged."""
     words = {"True": True, "False": False, "None": None}
     try:
         return words[text] if text in words else parse(text.encode(errors="surrogateescape"), "value")
@@ -156,8 +156,8 @@ _USUAL, _WIDE = 80, 100
 
 
 def progress_bar() -> Meter:
-    """Return a `progress` for functions that take one: a bar on stderr where that is a terminal, or else a line every
-    ten seconds.
+    """Return a function for the argument `progress`: it draws a bar on stderr or, if that is no terminal, prints a line
+    every ten seconds.
 
     Examples:
         >>> ckpttool.convert("run/ckpt", "out", to="hf", progress=ckpttool.progress_bar())  # doctest: +SKIP
@@ -165,8 +165,9 @@ def progress_bar() -> Meter:
     return Meter(quiet=False, alone=True)
 
 
-def _total(total: int) -> int | None:
-    """Return the total of a bar for a number of bytes; None, for a bar that only moves, where there are none."""
+def _get_bar_total(total: int) -> int | None:
+    """Return `total`, the bytes of a stage, as the total of its bar; None, for a bar without a total, if it is at most
+    1."""
     return total if total > 1 else None
 
 
@@ -219,7 +220,7 @@ class Meter:
                 self._start_bar(what, total)
         if self.bar is not None and self.task is not None:
             if now - self.said > 0.1 or done == total:
-                self.bar.update(self.task, completed=done, total=_total(total), memory=describe_memory())
+                self.bar.update(self.task, completed=done, total=_get_bar_total(total), memory=describe_memory())
                 self.said = now
         elif now - self.said >= 10 and total <= 1:
             note(f"{what} took {now - self.began:.0f} s")
@@ -256,7 +257,7 @@ class Meter:
         if console.width >= _USUAL:
             columns.append(TextColumn("{task.fields[memory]}"))
         bar = Progress(*columns, console=console, transient=True)
-        self.task = bar.add_task(what, total=_total(total), memory="")
+        self.task = bar.add_task(what, total=_get_bar_total(total), memory="")
         bar.start()
         self.bar = bar
 
@@ -351,9 +352,11 @@ class _RawStream:
 _IN_ASCII = str.maketrans("█─│├└·→≤≥…’", "#-||`-><>.'")
 
 
-def _encode_rest(e: UnicodeError) -> tuple[str | bytes, int]:
-    """Return (a replacement, where to go on) for characters that a stream cannot encode; this is an error handler of
-    codecs. Those that ckpttool draws with become ASCII, others, as in names of files, escapes.
+def _replace_unencodable(e: UnicodeError) -> tuple[str | bytes, int]:
+    """Return (a replacement, the position at which to continue) for characters that a stream cannot encode.
+
+    This is an error handler of codecs. Characters that ckpttool draws with become similar ones in ASCII, others, as in
+    names of files, escapes.
 
     Raises:
         UnicodeError: `e` itself, if it is not about encoding.
@@ -365,12 +368,14 @@ def _encode_rest(e: UnicodeError) -> tuple[str | bytes, int]:
 
 
 def open_streams() -> None:
-    """Make stdin, stdout and stderr usable even if the caller closed them, so that no file of a checkpoint gets their
-    descriptors."""
+    """Replace stdout and stderr by `Stdout` and `Stderr`, and open those of descriptors 0 to 2 that the caller closed.
+
+    Otherwise a file of a checkpoint could get one of these descriptors.
+    """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)
-    codecs.register_error("ckpttool", _encode_rest)
+    codecs.register_error("ckpttool", _replace_unencodable)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="ckpttool")
@@ -379,15 +384,15 @@ def open_streams() -> None:
 
 
 def describe_memory() -> str:
-    """Return a text with the peak memory of this process."""
+    """Return the peak memory of this process as text: "peak 123 MiB"."""
     return f"peak {measure_peak_memory()} MiB"
 
 
 def measure_peak_memory() -> int:
     """Return the peak memory of this process, in MiB."""
-    from ..storage.buffers import peak_memory
+    from ..storage.buffers import read_peak_memory
 
-    return round(peak_memory() / (1 << 20))
+    return round(read_peak_memory() / (1 << 20))
 
 
 def say(text: str = "") -> None:
@@ -415,12 +420,12 @@ def print_left_behind(dropped: list[tuple[str, int, str]], quiet: bool, verbose:
         quiet: print nothing.
         verbose: print every name, too.
     """
-    from ..engine.discover.unread_files import NOT_READ, human, listed
+    from ..engine.discover.unread_files import NOT_READ, describe_files, human
     from ..index.checkpoint import Unread
 
     files = [Unread(n, b, why.removesuffix(f", {NOT_READ}"), "") for n, b, why in dropped if why.endswith(NOT_READ)]
     if files:
-        note(f"left behind: {listed(files)}", quiet)
+        note(f"left behind: {describe_files(files)}", quiet)
     rows = dropped[: len(dropped) - len(files)]
     of: dict[str, list[int]] = {}
     for name, nbytes, _ in rows:
@@ -438,7 +443,7 @@ def print_left_behind(dropped: list[tuple[str, int, str]], quiet: bool, verbose:
         note(f"  {name}, {human(nbytes)}: {why}", quiet)
 
 
-def print_unread(rows: list[dict[str, Any]], quiet: bool, of: str = "") -> None:
+def print_unread_files(rows: list[dict[str, Any]], quiet: bool, of: str = "") -> None:
     """Print on stderr which files of a checkpoint a command did not read.
 
     Args:
@@ -449,17 +454,17 @@ def print_unread(rows: list[dict[str, Any]], quiet: bool, of: str = "") -> None:
     from ..engine.discover import unread_files
     from ..index.checkpoint import Unread
 
-    for text in unread_files.note([Unread(**r) for r in rows]):
+    for text in unread_files.make_unread_note([Unread(**r) for r in rows]):
         note(f"note: {of}{text}", quiet)
 
 
 def print_json(data: Any) -> None:
-    """Print plain data as JSON on stdout; what JSON does not have is printed as text."""
+    """Print plain data as JSON on stdout; a value that JSON does not have is converted by `str`."""
     print(printable_json(data, default=str))  # noqa: T201
 
 
 def draw(*renderables: Any) -> None:
-    """Draw tables and trees of rich on stdout. In a file, lines are not wrapped."""
+    """Print tables and trees of rich on stdout. If that is not a terminal, lines are not wrapped."""
     on_screen = sys.stdout.isatty()
     screen = make_console(highlight=False, emoji=False, width=None if on_screen else 160)
     for r in renderables:

@@ -19,7 +19,7 @@ from .terminal import (
     Src,
     find_newest,
     print_json,
-    print_unread,
+    print_unread_files,
     say,
 )
 
@@ -69,7 +69,7 @@ def verify(
     if as_json:
         print_json(found.to_json())
         return
-    print_unread(found.not_read, quiet)
+    print_unread_files(found.not_read, quiet)
     print_notes(found.notes, quiet)
     for line in found.lines():
         say(line)

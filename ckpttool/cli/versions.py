@@ -15,8 +15,14 @@ _PACKAGES = ("torch", "numpy", "safetensors", "transformers", "huggingface-hub",
 
 
 def describe_versions() -> dict[str, Any]:
-    """Return {"ckpttool", "python", "packages": {name: version, None where it is not installed}, "formats": {file: what
-    it says of its format}}; docs/explanation/stability.md says which earlier ones are read."""
+    """Return the versions of ckpttool, Python, packages and file formats.
+
+    docs/explanation/stability.md says which earlier formats are read.
+
+    Returns:
+        {"ckpttool", "python", "packages": {name: version, None if it is not installed}, "formats": {file: its
+        version}}.
+    """
     from ..audit import manifest, retention, sidecar
     from ..engine.flat.flat_layout import FLAT_LAYOUT_VERSION
     from ..engine.recorded import RECORD_SCHEMA
@@ -34,11 +40,11 @@ def describe_versions() -> dict[str, Any]:
         "flat layout": FLAT_LAYOUT_VERSION,
         "plan, journal": __version__,
     }
-    packages = {name: _installed_version(name) for name in _PACKAGES}
+    packages = {name: _get_installed_version(name) for name in _PACKAGES}
     return {"ckpttool": __version__, "python": platform.python_version(), "packages": packages, "formats": formats}
 
 
-def _installed_version(name: str) -> str | None:
+def _get_installed_version(name: str) -> str | None:
     """Return the version of an installed package; None where it is not installed."""
     try:
         return version(name)

@@ -18,7 +18,7 @@ from ..options import HUB_LAYOUT, ExtractKeywords, MergeKeywords, MergeRequest, 
 from .conversion import ConvertResult, run_conversion
 from .opening import CheckpointPath
 
-__all__ = ["adapter_extract", "adapter_merge", "merge_target"]
+__all__ = ["adapter_extract", "adapter_merge", "choose_layout_or_hf"]
 
 
 @list_keywords
@@ -38,24 +38,24 @@ def adapter_extract(
     """Write the adapter in a checkpoint of any layout as PEFT's own folder, byte for byte as its save_pretrained does.
 
     Args:
-        src: a checkpoint that holds an adapter: of the whole model that PEFT wrapped, or the adapter alone.
+        src: a checkpoint that holds an adapter: of the complete model that PEFT wrapped, or the adapter alone.
         dst: the folder to write, with adapter_model.safetensors and adapter_config.json.
-        adapter_name: which adapter, where there are several; "default" where None.
-        adapter_config: folder with adapter_config.json, where it is neither beside the checkpoint nor one folder above
-            it.
-        config: as `open`; where `adapter_config` is None, the folder with adapter_config.json too.
-        lora_alpha: of the LoraConfig, where there is no adapter_config.json; one is made of it, and of names and
-            shapes.
+        adapter_name: which adapter, if the checkpoint has several; None for "default".
+        adapter_config: folder with adapter_config.json, if it is neither beside the checkpoint nor one folder above it.
+        config: as `open`; if `adapter_config` is None, also the folder with adapter_config.json.
+        lora_alpha: lora_alpha of the LoraConfig, if there is no adapter_config.json; the other fields of the LoraConfig
+            are derived from names and shapes.
         rslora: with `lora_alpha`: use_rslora of the LoraConfig.
         base_model: with `lora_alpha`: base_model_name_or_path of adapter_config.json.
-        split_experts: write the LoRA of stacked experts (target_parameters) as that of each expert, under the names of
-            the Hub, as vLLM and SGLang load it; `config` is then that of the base model.
-        strip_prefix: modules that names of weights begin with, to leave out ("net.").
-        dtype: floating-point dtype of the adapter; that of the source where None. (the others): as `convert`.
+        split_experts: write the LoRA of stacked experts (target_parameters) as one LoRA for each expert, under the
+            names of the Hub, as vLLM and SGLang load it; `config` is then that of the base model.
+        strip_prefix: leading module names to remove from the names of weights ("net.").
+        dtype: floating-point dtype of the adapter; None for that of the source.
+        (the others): as `convert`.
 
     Raises:
-        Unsupported: there is no adapter, no adapter_config.json and no `lora_alpha`, or a kind whose names are not
-            known; or with `split_experts` nothing can be split.
+        Unsupported: there is no adapter, or neither adapter_config.json nor `lora_alpha`; the adapter is of a kind
+            whose names are not known; or `split_experts` is set and nothing can be split.
     """
     config = keywords.get("config")
     if config is not None and os.path.isdir(config) and not os.path.exists(os.path.join(config, "config.json")):
@@ -91,25 +91,26 @@ def adapter_merge(
     """Write a model with its LoRA merged: W + scaling * B @ A, with the bits that PEFT's merge_and_unload gives on a
     CPU.
 
-    One weight with its adapter is in memory at a time. Optimizer, scheduler and other state of the adapter's training
-    is not carried; the notes of the result say by how much the adapter was scaled. torch computes, and must be
+    One weight with its adapter is in memory at a time. Optimizer, scheduler and other training state of the adapter is
+    not written; the notes of the result say by how much the adapter was scaled. torch does the arithmetic, and must be
     installed.
 
     Args:
         src: the base model, in any layout; or, without `adapter`, a checkpoint that holds base model and adapter.
         dst: path or URL of the merged model.
-        adapter: the checkpoint that holds the adapter: PEFT's folder, or any other layout. Its fp16 and bf16 tensors
-            are taken to fp32 first, as PeftModel.from_pretrained does; those in the state of a job keep their dtype.
-        adapter_name: which adapter, or which ones in this order, where there are several.
-        adapter_config: folder with adapter_config.json, where it is neither beside the adapter nor one folder above it.
-        lora_alpha, rslora: of the LoraConfig, where there is no adapter_config.json.
-        to: layout to write; where None, the name of `dst` tells, and "hf" if that tells nothing.
-        config: the base model's config, for the names of its weights and the files that are copied. (the others): as
-            `convert`; `source_layout` to `wrap` are about `src`.
+        adapter: the checkpoint that holds the adapter: PEFT's folder, or any other layout. Its fp16, bf16 and float8
+            tensors are converted to fp32 first, as PeftModel.from_pretrained does; an adapter inside `src` keeps its
+            dtype.
+        adapter_name: which adapter, or which ones in this order, if there are several.
+        adapter_config: folder with adapter_config.json, if it is neither beside the adapter nor one folder above it.
+        lora_alpha, rslora: of the LoraConfig, if there is no adapter_config.json.
+        to: layout to write; None to infer it from the name of `dst`, or "hf" if that name does not tell.
+        config: the base model's config, for the names of its weights and the files that are copied.
+        (the others): as `convert`; `source_layout` to `wrap` are about `src`.
 
     Raises:
-        Unsupported: what cannot be merged exactly, by its name (IA3, LoHa, groups of a convolution); or state of
-            the training would be left out, and neither `drop` nor `only` is set.
+        Unsupported: the adapter cannot be merged exactly (the message names why: IA3, LoHa, groups of a convolution);
+            or training state would be left out, and neither `drop` nor `only` is set.
         Corrupt: adapter and base model do not fit. MissingPackage: torch is not installed.
     """
     reading, writing, running = split_keywords(keywords)
@@ -120,20 +121,19 @@ def adapter_merge(
         lora_alpha=lora_alpha,
         rslora=rslora,
     )
-    writing = replace(writing, to=merge_target(writing.to, dst).name)
+    writing = replace(writing, to=choose_layout_or_hf(writing.to, dst).name)
     return run_conversion(src, dst, replace(reading, merge=merge), writing, running)
 
 
-def merge_target(to: str | None, dst: str | os.PathLike[str]) -> layouts.Layout:
-    """Choose the layout of a merged model: the one named `to`; where that is None, the one that the destination's name
-    tells, or else hf.
+def choose_layout_or_hf(to: str | None, dst: str | os.PathLike[str]) -> layouts.Layout:
+    """Return the layout to write: the one named `to`; if None, the one inferred from the destination's name, else hf.
 
     Raises:
         UsageError: there is no layout of that name, or it does not go with the destination.
     """
     if to is None:
         try:
-            return layouts.target_of(None, dst)
+            return layouts.choose_target_layout(None, dst)
         except UsageError:
             to = HUB_LAYOUT
-    return layouts.target_of(to, dst)
+    return layouts.choose_target_layout(to, dst)

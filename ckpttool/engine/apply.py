@@ -10,7 +10,7 @@ from ..errors import name_flags
 from ..options import ApplyKeywords, OpenOptions, WriteRequest, list_keywords, split_keywords
 from .conversion import ConvertResult, run_conversion
 from .opening import CheckpointPath
-from .plan_files import describe_plan, read_plan, refuse_changes, split_plan
+from .plan_files import describe_plan, parse_plan, read_plan, refuse_outdated_plan
 from .planning import Plan, plan_conversion
 
 __all__ = ["apply"]
@@ -18,8 +18,9 @@ __all__ = ["apply"]
 
 @list_keywords
 def apply(path: str | os.PathLike[str], **keywords: Unpack[ApplyKeywords]) -> ConvertResult:
-    """Run the conversion that a plan file describes. Everything that the file says is computed again, and compared
-    before the first byte is written.
+    """Run the conversion that a plan file describes, after checking that it would still do exactly what the file says.
+
+    The conversion is planned again and compared with the file before the first byte is written.
 
     Args:
         path: the file that `Plan.save`, or `ckpttool convert --dry-run --plan`, wrote.
@@ -29,11 +30,11 @@ def apply(path: str | os.PathLike[str], **keywords: Unpack[ApplyKeywords]) -> Co
         SourceChanged: the source is not the one that was planned; the text lists files, tensors and values.
         Differs: another version of ckpttool runs, or what would be written differs for other reasons, which it lists.
         DestinationExists: something is at the destination.
-        UsageError: the file is no plan, or asks for what this version does not know.
+        UsageError: the file is not a plan, or has options that this version does not know.
         CkpttoolError: whatever `convert` raises.
     """
     reviewed = read_plan(path)
-    src, dst, reading, writing, said = split_plan(reviewed)
+    src, dst, reading, writing, said = parse_plan(reviewed)
     _, _, here = split_keywords(keywords)
     running = replace(here, force=said.force, verify=said.verify, prove_logits=said.prove_logits)
 
@@ -42,7 +43,7 @@ def apply(path: str | os.PathLike[str], **keywords: Unpack[ApplyKeywords]) -> Co
         with name_flags():  # as it was when the plan was saved, since notes name options
             now = plan_conversion(src, dst, reading, writing)
         try:
-            refuse_changes(reviewed, describe_plan(now, running))
+            refuse_outdated_plan(reviewed, describe_plan(now, running))
         except BaseException:
             now.opened.source.close()
             raise

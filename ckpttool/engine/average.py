@@ -9,17 +9,17 @@ from dataclasses import replace
 from typing import Unpack
 
 from ..errors import UsageError
-from ..index.checkpoint import floating_dtype
+from ..index.checkpoint import parse_floating_dtype
 from ..options import AverageKeywords, AverageRequest, list_keywords, split_keywords
-from .adapter import merge_target
+from .adapter import choose_layout_or_hf
 from .conversion import ConvertResult, run_conversion
-from .destination import normalise_destination, refuse_source
-from .workers.part_requests import absolute_path
+from .destination import normalise_destination, refuse_overlapping_destination
+from .workers.part_requests import make_absolute
 
-__all__ = ["average", "request_average"]
+__all__ = ["average", "make_average_request"]
 
 
-def request_average(
+def make_average_request(
     sources: Iterable[str | os.PathLike[str]],
     dst: str | os.PathLike[str],
     *,
@@ -31,13 +31,16 @@ def request_average(
     slerp: float | None = None,
     accumulate: str = "fp64",
 ) -> tuple[str, AverageRequest]:
-    """Return (the first checkpoint, the request that averages it with the others); the arguments are those of
-    `average`.
+    """Build the request that averages several checkpoints; the arguments are those of `average`.
+
+    Returns:
+        (path of the first checkpoint, the request with the other checkpoints and the numbers).
 
     Raises:
-        UsageError: they make no sense together, or the destination is one of the checkpoints.
+        UsageError: there is no checkpoint, the arguments contradict each other, or the destination is one of the
+            checkpoints.
     """
-    first, *others = [absolute_path(os.fspath(path)) for path in sources] or [""]
+    first, *others = [make_absolute(os.fspath(path)) for path in sources] or [""]
     if not first:
         raise UsageError("No checkpoint was given.", code="CKPT0202")
     scales = None if scale is None else (float(scale),) if isinstance(scale, (int, float)) else tuple(scale)
@@ -46,13 +49,13 @@ def request_average(
         coefficients=None if coefficients is None else tuple(coefficients),
         linear=linear,
         ema_decay=ema_decay,
-        base=None if base is None else absolute_path(os.fspath(base)),
+        base=None if base is None else make_absolute(os.fspath(base)),
         scale=scales,
         slerp=slerp,
-        accumulate=floating_dtype(accumulate),
+        accumulate=parse_floating_dtype(accumulate),
     )
     for path in (*request.others, *([] if request.base is None else [request.base])):
-        refuse_source(path, normalise_destination(dst))
+        refuse_overlapping_destination(path, normalise_destination(dst))
     return first, request
 
 
@@ -80,20 +83,21 @@ def average(
         dst: path or URL of the result.
         coefficients: a factor for each checkpoint; they sum to 1.
         linear: with `coefficients`: they may have any sum.
-        ema_decay: compute an EMA over the checkpoints in their order: a = decay * a + (1 - decay) * x, from the first.
+        ema_decay: compute an EMA over the checkpoints in their order: a = decay * a + (1 - decay) * x, starting from
+            the first checkpoint.
         base: a checkpoint, for task arithmetic: base + the sum of scale * (x - base).
-        scale: with `base`: a number, or one for each checkpoint; 1 where None.
-        slerp: of two checkpoints: the part of the way from the first to the second, along the arc, tensor by tensor.
-        accumulate: dtype of the computation, "fp64" or "fp32"; weights in float64 always take fp64.
-        weights: which weights of each are its model, as `convert` takes it.
-        to: layout to write; where None, the name of `dst` tells, and "hf" if that tells nothing. (the others): as
-            `convert`; `source_layout` is that of those that may be of this one.
+        scale: with `base`: a number, or one for each checkpoint; None for 1.
+        slerp: interpolate two checkpoints along the arc, tensor by tensor: 0 is the first checkpoint, 1 the second.
+        accumulate: dtype of the computation, "fp64" or "fp32"; weights in float64 always use fp64.
+        weights: which weights of each checkpoint are its model, as in `convert`.
+        to: layout to write; None to infer it from the name of `dst`, or "hf" if that name does not tell. (the others):
+            as `convert`; `source_layout` applies to those checkpoints that may be of this layout.
 
     Raises:
-        Unsupported: the checkpoints have other names, shapes or dtypes, or hold codes.
+        Unsupported: the checkpoints differ in names, shapes or dtypes, or hold quantised weights.
     """
     reading, writing, running = split_keywords(keywords)
-    src, request = request_average(
+    src, request = make_average_request(
         sources,
         dst,
         coefficients=coefficients,
@@ -104,5 +108,5 @@ def average(
         slerp=slerp,
         accumulate=accumulate,
     )
-    writing = replace(writing, to=merge_target(writing.to, dst).name)
+    writing = replace(writing, to=choose_layout_or_hf(writing.to, dst).name)
     return run_conversion(src, dst, replace(reading, average=request), writing, running)

@@ -34,18 +34,25 @@ from .. import layouts
 from ..errors import Unsupported
 from ..huggingface import encodings
 from ..index.checkpoint import FLOATING, Checkpoint, Chunks, TensorEntry, same_bytes, tied_weights
-from ..index.composites import composites
-from ..index.digests import component_roots
+from ..index.composites import find_composites
+from ..index.digests import compute_component_roots
 from ..index.draft import Dropped
 from ..index.names import step_count
 from ..options import AverageRequest, OpenOptions
 from ..printable import count_noun, list_first
 from ..storage.overlay import ComputedSource
-from .computed_files import BoxReader, ComputedFiles, cast_array, choose_page
+from .computed_files import BoxReader, ComputedFiles, cast_array, choose_page_size
 from .copy.fill import silent
 from .copy.tensor_digests import tensor_digests
-from .opening import CheckpointPath, MergedCheckpoint, OpenCheckpoint, drop_other_layout, open_checkpoint, show_path
-from .weights import find_equal_tensors, forget_optimizer
+from .opening import (
+    CheckpointPath,
+    MergedCheckpoint,
+    OpenCheckpoint,
+    drop_unfit_source_layout,
+    open_checkpoint,
+    show_path,
+)
+from .weights import find_equal_tensors, remove_optimizer_notes
 
 if TYPE_CHECKING:
     from .copy.dtypes import Array
@@ -80,8 +87,11 @@ class _Input:
     hasher: Any = None
 
     def read(self, name: str, first: int, end: int, dtype: str) -> Array:
-        """Read elements [first, end) of a weight as a flat array of `dtype`, and digest them where they follow on those
-        before."""
+        """Read elements [first, end) of a weight as a flat array of `dtype`.
+
+        Reads that follow each other from element 0 to the last one also hash the weight; `note_digest` then gets the
+        digest.
+        """
         from blake3 import blake3
 
         t = self.tensors[name]
@@ -96,7 +106,8 @@ class _Input:
         return cast_array(x, t.dtype, dtype)[0]
 
     def note_digest(self, name: str, digest: str) -> None:
-        """Note the digest of a weight, and, where it is the last one, that of all weights in `facts`."""
+        """Record the BLAKE3 digest (hex) of a weight; after the last weight, set `facts["digest"]` to the root
+        digest of all."""
         from blake3 import blake3
 
         self.digests[name] = digest
@@ -104,7 +115,7 @@ class _Input:
         if not self.unread:
             empty, named = blake3().hexdigest(), {f"model.{n}": t for n, t in self.tensors.items()}
             digests = {f"model.{n}": self.digests.get(self.ties.get(n, n), empty) for n in self.tensors}
-            self.facts["digest"] = component_roots(named, digests)["model"]
+            self.facts["digest"] = compute_component_roots(named, digests)["model"]
 
 
 def open_average(
@@ -113,21 +124,21 @@ def open_average(
     """Open the average of `src` and the other checkpoints of a request as one checkpoint.
 
     Args:
-        options: how each of them is read, without the request.
+        options: how each of the checkpoints is opened; without an average request.
         model: what `model_of(options)` returns.
 
     Raises:
-        Unsupported: they are not of one model, or hold weights that cannot be averaged.
-        CkpttoolError: one cannot be read.
+        Unsupported: the checkpoints are not of one model, or hold weights that cannot be averaged.
+        CkpttoolError: one of them cannot be read.
     """
     paths = [src, *request.others, *([] if request.base is None else [request.base])]
     opened: list[OpenCheckpoint] = []
     try:
         for path in paths:
-            one = drop_other_layout(path, options)
+            one = drop_unfit_source_layout(path, options)
             opened.append(open_checkpoint(path, one, model, False, needed=lambda component: component == "model"))
         places = [show_path(path).rstrip("/") for path in paths]
-        return _average([_make_input(*pair, len(paths)) for pair in zip(opened, places, strict=True)], request)
+        return _build_average([_make_input(*pair, len(paths)) for pair in zip(opened, places, strict=True)], request)
     except BaseException:
         for part in opened:
             part.source.close()
@@ -135,19 +146,23 @@ def open_average(
 
 
 def _make_input(opened: OpenCheckpoint, where: str, count: int) -> _Input:
-    """Make one of `count` inputs of an open checkpoint; `where` is its path.
+    """Make the input of an average from an open checkpoint.
+
+    Args:
+        where: path of the checkpoint, for messages.
+        count: number of inputs of the average, which share the memory for buffers.
 
     Raises:
-        Unsupported: it holds no weights, or some that are codes.
+        Unsupported: the checkpoint holds no weights, or quantised ones.
     """
     ckpt = opened.locate()
-    forget_optimizer(opened)
+    remove_optimizer_notes(opened)
     tensors = {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"}
     if not tensors:
         raise Unsupported(f"{where} holds no weights.", code="CKPT0317")
     codes = encodings.find_in_checkpoint(ckpt, encodings.read_quantization_config(ckpt, opened.source))
-    objects = (n for n, c in composites(ckpt).items() if c.path[0] == "model")
-    others = (n for n, t in tensors.items() if t.dtype not in FLOATING and _is_fraction(t.dtype))
+    objects = (n for n, c in find_composites(ckpt).items() if c.path[0] == "model")
+    others = (n for n, t in tensors.items() if t.dtype not in FLOATING and _is_float_or_complex(t.dtype))
     odd = next((n for names in (others, codes.weights, objects) for n in names), None)
     if odd is not None:
         raise Unsupported(
@@ -158,24 +173,24 @@ def _make_input(opened: OpenCheckpoint, where: str, count: int) -> _Input:
         "name": os.path.basename(where),
         "layout": ckpt.layout,
         "world_size": ckpt.world_size,
-        "step": step_count(_find_whole_state(opened).value),
+        "step": step_count(_get_full_index(opened).value),
         "digest": None,
     }
     return _Input(opened, where, BoxReader(ckpt, opened.source, count), tensors, facts | (ckpt.derived or {}))
 
 
-def _find_whole_state(opened: OpenCheckpoint) -> Checkpoint:
-    """Return the index of the whole state of which the weights of a checkpoint were chosen."""
+def _get_full_index(opened: OpenCheckpoint) -> Checkpoint:
+    """Return the index of the full checkpoint; `opened` may be a model made from some of its weights (`weights`)."""
     return opened.parts[0][0].checkpoint if isinstance(opened, MergedCheckpoint) else opened.checkpoint
 
 
-def _is_fraction(dtype: str) -> bool:
-    """Tell whether numbers of a dtype are no integers."""
+def _is_float_or_complex(dtype: str) -> bool:
+    """Tell from the name of a dtype whether its numbers are floating-point or complex."""
     return "float" in dtype or "complex" in dtype or dtype.startswith("f")
 
 
-def _average(inputs: list[_Input], request: AverageRequest) -> MergedCheckpoint:
-    """Make the index of an average; nothing is computed yet.
+def _build_average(inputs: list[_Input], request: AverageRequest) -> MergedCheckpoint:
+    """Build the averaged checkpoint; its weights are computed when they are read.
 
     Raises:
         Unsupported: the inputs are not of one model.
@@ -186,22 +201,22 @@ def _average(inputs: list[_Input], request: AverageRequest) -> MergedCheckpoint:
     ties = _find_ties(inputs, last, names)
     for one in inputs:
         one.ties, one.unread = ties, {n for n, t in one.tensors.items() if t.numel and n not in ties}
-    _refuse_other_models(inputs, last, [n for n in names if n not in ties])
-    kept = _keep_integers(inputs, last, ties)
+    _refuse_different_models(inputs, last, [n for n in names if n not in ties])
+    kept = _select_integer_weights(inputs, last, ties)
     ckpt = last.opened.checkpoint
     files = ComputedFiles(ckpt)
     tensors: dict[str, TensorEntry] = {}
     for name in (n for n in names if n not in ties):
         t = last.tensors[name]
         if name not in kept:
-            file, page = f"{name} (average)", choose_page([one.tensors[name] for one in inputs])
-            place = files.add(file, t.dtype, t.shape, _make_average(inputs, name, request), page)
+            file, page = f"{name} (average)", choose_page_size([one.tensors[name] for one in inputs])
+            place = files.add(file, t.dtype, t.shape, _make_average_function(inputs, name, request), page)
             t = replace(t, chunks=Chunks.whole(t.shape, *place))
         tensors[name] = t
     tensors = {f"model.{n}": replace(tensors[ties.get(n, n)], path=("model", n)) for n in names}
     files.working_bytes += sum(one.reader.working_bytes + one.opened.source.working_bytes for one in inputs)
-    notes = _describe(inputs, averaged, request, kept, ties)
-    behind = _list_left_behind(inputs, notes)
+    notes = _describe_average(inputs, averaged, request, kept, ties)
+    behind = _list_dropped_state(inputs, notes)
     facts = {
         "method": request.method,
         "accumulate": request.accumulate,
@@ -233,8 +248,15 @@ def _average(inputs: list[_Input], request: AverageRequest) -> MergedCheckpoint:
 
 
 def _find_ties(inputs: list[_Input], last: _Input, names: list[str]) -> dict[str, str]:
-    """Find weights that are another one under a second name in every input that has both, {name: the other one}: tied
-    weights, of which a folder of the Hub has one name and a training checkpoint two."""
+    """Find tied weights that some inputs store under one name and others under two, as the Hub and trainers do.
+
+    Args:
+        last: the last averaged input, in which tied weights are looked up.
+        names: the names of weights that any input has.
+
+    Returns:
+        {name: the name it is tied to}, for names whose tensor equals that of the other name in every input that has it.
+    """
     tied = tied_weights(last.tensors)
     common = [n for n in names if all(n in one.tensors for one in inputs) and n not in tied]
     out: dict[str, str] = {}
@@ -251,11 +273,14 @@ def _find_ties(inputs: list[_Input], last: _Input, names: list[str]) -> dict[str
     return out
 
 
-def _refuse_other_models(inputs: list[_Input], last: _Input, names: list[str]) -> None:
-    """Refuse inputs with other names, shapes or dtypes than the last one.
+def _refuse_different_models(inputs: list[_Input], last: _Input, names: list[str]) -> None:
+    """Raise if an input does not have the names, shapes and dtypes of `last`.
+
+    Args:
+        names: the names of weights to compare.
 
     Raises:
-        Unsupported: with the first three.
+        Unsupported: the message has the first three differences.
     """
     mine = last.where
     for one in inputs:
@@ -276,11 +301,11 @@ def _refuse_other_models(inputs: list[_Input], last: _Input, names: list[str]) -
             )
 
 
-def _keep_integers(inputs: list[_Input], last: _Input, ties: Mapping[str, str]) -> dict[str, TensorEntry]:
-    """Return the weights that are not averaged, those of integers and booleans, {FQN: that of the last input}.
+def _select_integer_weights(inputs: list[_Input], last: _Input, ties: Mapping[str, str]) -> dict[str, TensorEntry]:
+    """Return the integer and boolean weights, which are not averaged: {FQN: tensor of the last input}.
 
     Raises:
-        Unsupported: the inputs have different ones, and they are no counters.
+        Unsupported: the inputs differ in such a weight, and it has more than one element, so it is no counter.
     """
     kept = {n: t for n, t in last.tensors.items() if t.dtype not in FLOATING and n not in ties}
     for one in inputs if kept else []:
@@ -303,12 +328,19 @@ def _keep_integers(inputs: list[_Input], last: _Input, ties: Mapping[str, str]) 
 # ------------------------------------------------------------------------------------------------------- computing
 
 
-def _slerp_factors(inputs: list[_Input], name: str, t: float) -> tuple[float, float]:
-    """Return the factors of two tensors at the part `t` of the way from the first to the second, along the arc between
-    their directions; along the straight line where they are parallel or one is 0."""
+def _compute_slerp_factors(inputs: list[_Input], name: str, t: float) -> tuple[float, float]:
+    """Return the factors (of the first tensor, of the second) of spherical linear interpolation.
+
+    They are (1 - t, t) if the tensors are almost parallel or opposite, or one of them is 0.
+
+    Args:
+        inputs: the two checkpoints.
+        name: the weight; it is read completely from both.
+        t: position on the arc from the first tensor (0) to the second (1).
+    """
     import numpy as np
 
-    count, page = inputs[0].tensors[name].numel, choose_page([one.tensors[name] for one in inputs])
+    count, page = inputs[0].tensors[name].numel, choose_page_size([one.tensors[name] for one in inputs])
     dot = left = right = 0.0
     for first in range(0, count, max(1, page)):
         x, y = (one.read(name, first, min(first + page, count), "float64") for one in inputs)
@@ -321,8 +353,8 @@ def _slerp_factors(inputs: list[_Input], name: str, t: float) -> tuple[float, fl
     return sin((1 - t) * angle) / sin(angle), sin(t * angle) / sin(angle)
 
 
-def _make_average(inputs: list[_Input], name: str, request: AverageRequest) -> Callable[[int, int], Array]:
-    """Return a function that computes a part of the average of a tensor."""
+def _make_average_function(inputs: list[_Input], name: str, request: AverageRequest) -> Callable[[int, int], Array]:
+    """Return a function that computes elements [first, end) of the average of a weight, in the dtype of the weight."""
     dtype, base = inputs[0].tensors[name].dtype, [] if request.base is None else inputs[-1:]
     averaged = inputs[: len(inputs) - len(base)]
     wide = "float64" if dtype == "float64" else request.accumulate
@@ -330,7 +362,11 @@ def _make_average(inputs: list[_Input], name: str, request: AverageRequest) -> C
     @cache
     def factors() -> tuple[float, ...] | None:
         """Return the factors of the inputs; None for a mean."""
-        return request.factors(len(averaged)) if request.slerp is None else _slerp_factors(inputs, name, request.slerp)
+        return (
+            request.factors(len(averaged))
+            if request.slerp is None
+            else _compute_slerp_factors(inputs, name, request.slerp)
+        )
 
     def compute(first: int, end: int) -> Array:
         """Compute elements [first, end).
@@ -342,7 +378,7 @@ def _make_average(inputs: list[_Input], name: str, request: AverageRequest) -> C
 
         arrays = (one.read(name, first, end, wide) for one in (*base, *averaged))
         with np.errstate(all="ignore"):
-            sum_ = _fold(arrays, request, factors(), len(averaged))
+            sum_ = _combine_arrays(arrays, request, factors(), len(averaged))
         out, lost = cast_array(sum_, wide, dtype)
         if lost:
             raise Unsupported(
@@ -355,13 +391,15 @@ def _make_average(inputs: list[_Input], name: str, request: AverageRequest) -> C
     return compute
 
 
-def _fold(arrays: Iterator[Array], request: AverageRequest, factors: tuple[float, ...] | None, count: int) -> Array:
-    """Combine arrays of one dtype in their order; the first may be changed in place.
+def _combine_arrays(
+    arrays: Iterator[Array], request: AverageRequest, factors: tuple[float, ...] | None, count: int
+) -> Array:
+    """Combine one array of each checkpoint by the method of a request; the first array may be changed in place.
 
     Args:
-        arrays: one of each checkpoint; of the base first, where the request has one.
-        factors: of each checkpoint but the base; None for a mean.
-        count: how many arrays there are.
+        arrays: arrays of one dtype, in the order of the checkpoints; that of the base first, if the request has one.
+        factors: one for each checkpoint but the base; None for a mean.
+        count: number of checkpoints without the base: the divisor of a mean.
     """
     out = next(arrays)
     number = out.dtype.type
@@ -391,14 +429,20 @@ def _fold(arrays: Iterator[Array], request: AverageRequest, factors: tuple[float
 # ------------------------------------------------------------------------------------------------------- describing
 
 
-def _describe(
+def _describe_average(
     inputs: list[_Input],
     averaged: list[_Input],
     request: AverageRequest,
     kept: Mapping[str, TensorEntry],
     ties: Mapping[str, str],
 ) -> list[str]:
-    """Return sentences on what is computed, and on what is not averaged."""
+    """Return notes, as sentences, on what is computed and which tensors are not averaged.
+
+    Args:
+        averaged: the inputs without the base.
+        kept: {FQN: tensor} of the integer weights.
+        ties: {name: the name it is tied to}.
+    """
     listed = ", ".join(f"{one.facts['name']} ({one.facts['layout']})" for one in averaged)
     numbers = {**({"scale": (1.0,)} if request.base is not None else {}), **request.numbers()}
     given = [f"{k} {', '.join(f'{x:g}' for x in v) if isinstance(v, tuple) else v}" for k, v in numbers.items()]
@@ -432,11 +476,11 @@ def _describe(
     return notes
 
 
-def _list_left_behind(inputs: list[_Input], notes: list[str]) -> list[Dropped]:
-    """List what the inputs hold besides weights, and add a note on it."""
+def _list_dropped_state(inputs: list[_Input], notes: list[str]) -> list[Dropped]:
+    """List the entries of the inputs that are not weights, as dropped, and append a note on them to `notes`."""
     rows: dict[str, Dropped] = {}
     for one in inputs:
-        states = (_find_whole_state(one.opened), one.opened.checkpoint)
+        states = (_get_full_index(one.opened), one.opened.checkpoint)
         for state in states:
             rows |= {n: Dropped(n, t.nbytes, _LEFT) for n, t in state.tensors.items() if t.component != "model"}
             rows |= {n: Dropped(n, 0, _LEFT) for n, v in state.values.items() if v.component != "model"}

@@ -31,7 +31,7 @@ from .handle import cut_chunks
 if TYPE_CHECKING:
     from .copy.dtypes import Array
 
-__all__ = ["MOST_ELEMENTS", "BoxReader", "ComputedFiles", "cast_array", "choose_page"]
+__all__ = ["MOST_ELEMENTS", "BoxReader", "ComputedFiles", "cast_array", "choose_page_size"]
 
 #: Elements of a page that is computed from the same elements of other tensors.
 MOST_ELEMENTS = 1 << 20
@@ -84,9 +84,13 @@ class ComputedFiles:
         return Extent(len(self.names) - 1, 0, count * item)
 
 
-def choose_page(tensors: Sequence[TensorEntry]) -> int:
-    """Choose how many elements of a tensor are computed together from the same elements of others, of its shape: whole
-    rows, or all of them where one of the others is compressed, and can only be read whole."""
+def choose_page_size(tensors: Sequence[TensorEntry]) -> int:
+    """Choose how many elements to compute together from the same elements of these tensors of one shape.
+
+    Returns:
+        A number of elements: complete rows, at most `MOST_ELEMENTS` in all; or all elements if a tensor has zstd
+        chunks, which are decompressed completely.
+    """
     shape = tensors[0].shape
     row = next(n for k in range(len(shape) + 1) if (n := prod(shape[k:])) <= MOST_ELEMENTS)
     return max((t.numel for t in tensors if t.chunks.zstd), default=MOST_ELEMENTS // max(1, row) * row)
@@ -109,15 +113,17 @@ class BoxReader:
         self.working_bytes = buffers * max(2 << 20, self._budget.buffer_bytes)  # they lie on huge pages
 
     def read_range(self, t: TensorEntry, first: int, end: int) -> Array:
-        """Read elements [first, end) of a tensor, row-major, as a flat array; as `read`."""
+        """Read elements [first, end) of a tensor, in row-major order, as a flat array; raises what `read` raises."""
         return self.read(t, boxes.flat_to_boxes(t.shape, first, end))
 
     def read(self, t: TensorEntry, parts: Iterable[tuple[Shape, Shape]]) -> Array:
-        """Read the elements of boxes (start, shape) of a tensor, one box after the other, as a flat array. Of a tensor
-        that is compressed, the one box is all of it.
+        """Read boxes of a tensor, one after the other, as a flat array of its dtype.
+
+        Args:
+            parts: boxes as (start, shape); for a tensor with zstd chunks, the only box is the complete tensor.
 
         Raises:
-            Corrupt, SourceChanged: bytes are missing, damaged or not those of before.
+            Corrupt, SourceChanged: bytes are missing, damaged, or have changed since the source was opened.
         """
         if self._reader is None:
             self._reader = Reader(self._source, self._ckpt.files, self._ckpt.records, self._budget)
@@ -130,11 +136,14 @@ class BoxReader:
 
 
 def cast_array(x: Array, dtype: str, to: str) -> tuple[Array, int]:
-    """Return (a flat array of torch's `dtype` in the dtype `to`, rounded as torch does; how many finite numbers became
-    infinite).
+    """Convert a contiguous flat array to another dtype, rounding as torch does.
 
     Args:
-        x: contiguous.
+        dtype: torch's name of the dtype of `x`.
+        to: torch's name of the new dtype; if it equals `dtype`, `x` itself is returned.
+
+    Returns:
+        (the converted array; how many finite numbers became infinite).
     """
     import numpy as np
 

@@ -2,8 +2,8 @@
 
 Writers declare, the engine judges. `Account.add_step` compares the index before and after each change that the engine
 makes to a state (a name map, a cast); `Account.add_draft` compares it with what the writer has planned, before a byte
-is written; `find_other_values` compares the plan with what a reader finds in the result (verification.read_back does
-that for the bytes of tensors).
+is written; `find_value_differences` compares the plan with what a reader finds in the result (verification.read_back
+does that for the bytes of tensors).
 
     kept      same name; same shape, dtype and source bytes, or an equal value
     changed   another name, dtype, shape or value, for a stated reason
@@ -24,12 +24,12 @@ from ..errors import Differs
 from ..formats.pickles import short
 from ..index.checkpoint import Checkpoint, TensorEntry, Value, joined
 from ..index.draft import Draft, Dropped
-from .copy.value_digests import data_digest, equal_values, split_lists, taken_apart, value_digest
+from .copy.value_digests import data_digest, equal_values, split_into_leaves, split_lists, value_digest
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Account", "find_other_values", "list_changed_values", "list_written_values"]
+__all__ = ["Account", "find_value_differences", "list_changed_values", "list_written_values"]
 
 _SHOWN = 3
 _Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
@@ -45,16 +45,14 @@ class Account:
     added: list[str] = field(default_factory=list)
 
     def add_step(self, how: str, before: Checkpoint, after: Checkpoint, computed: bool = False) -> None:
-        """Compare a state before and after one change to all of it, such as a name map, and note what became of its
-        entries.
+        """Compare the index before and after one change, such as a name map, and record what became of each entry.
 
-        An entry that is in `after` under no name is dropped, with `how` as the reason, unless its bytes, or its data,
-        are there under another name, or `computed` is set.
+        An entry of `before` that `after` does not have counts as changed if its bytes, or an equal value, are in
+        `after` under another name, or if `computed` is set; otherwise as dropped, with `how` as the reason.
 
         Args:
-            how: what was done, for the reasons: "filled from PATH".
-            computed: whether the new entries of `after` were computed from those that are gone, which then count as
-                changed.
+            how: what was done, as the reason: "filled from PATH".
+            computed: whether the new entries of `after` were computed from those that are gone.
         """
         if after is before:
             return
@@ -76,11 +74,17 @@ class Account:
             known = computed or n in before.tensors or n in before.values or here.hold(t)
             if not known and (made[t.dtype, t.numel] or min(t.chunks.file, default=0) < len(before.files)):
                 self.added.append(n)
-        self._add_values(how, before, after)
+        self._compare_values(how, before, after)
 
-    def _add_values(self, how: str, before: Checkpoint, after: Checkpoint) -> None:
-        """Compare the values of two states: one that is gone counts as changed where an equal value is there under
-        another name, else as dropped, with `how` as the reason."""
+    def _compare_values(self, how: str, before: Checkpoint, after: Checkpoint) -> None:
+        """Compare the values of two indexes and record what became of each.
+
+        A value that `after` does not have counts as changed if an equal one is there under a new name, otherwise as
+        dropped.
+
+        Args:
+            how: what was done, as the reason.
+        """
         moved = {data_digest(v) for n, v in after.values.items() if n not in before.values}
         left = {data_digest(v) for n, v in before.values.items() if n not in after.values}
         for n, v in before.values.items():
@@ -154,8 +158,11 @@ class Account:
         self.added += [*draft.synthesized_tensors, *draft.synthesized_values]
 
     def close(self, source: Checkpoint, draft: Draft) -> None:
-        """Take over all that the draft drops, and list as kept the entries of `source`, the state before any change,
-        that are neither changed nor dropped."""
+        """Complete the account: add the entries that the draft drops, and set `kept`.
+
+        Args:
+            source: the index before any change; its entries that are neither changed nor dropped are kept.
+        """
         self.dropped = list({d.name: d for d in (*self.dropped, *draft.dropped)}.values())
         gone = {d.name for d in self.dropped}
         self.changed = {n: how for n, how in self.changed.items() if n not in gone}
@@ -170,7 +177,7 @@ class _Faults:
         self.rows: list[str] = []
 
     def add(self, name: str, what: str) -> None:
-        """Note an entry and what is wrong with it; `what` goes on after the name: "is not in the source"."""
+        """Record an entry and what is wrong with it: `what` is a predicate such as "is not in the source"."""
         self.rows.append(f'"{name}" {what}')
 
     def refuse(self) -> None:
@@ -261,34 +268,37 @@ def list_changed_values(before: Mapping[str, Value], after: Mapping[str, Value],
 
 
 def list_written_values(draft: Draft, tensors: Container[str] = ()) -> dict[str, Value]:
-    """List the values of a state that its destination holds, {name: value}. Values that the layout had to add are left
-    out, and so are `tensors`, names of values that are tensors of one element in the state."""
+    """Return the values of the source's state that the destination holds, {name: value}.
+
+    Values that the layout added are left out.
+
+    Args:
+        tensors: names to leave out: tensors of one element that the draft has as values.
+    """
     gone = {d.name for d in draft.dropped} | draft.synthesized_values.keys()
     return {n: v for n, v in draft.checkpoint.values.items() if n not in gone and n not in tensors}
 
 
-def find_other_values(
+def find_value_differences(
     found: Checkpoint, of_layout: Container[str], draft: Draft, digests: Mapping[str, str]
 ) -> list[str]:
-    """Compare the values that a reader finds in a destination with those of its draft: types, bits of numbers, keys and
+    """Compare the values that a reader finds in a destination with those of its draft: types, bits of numbers, keys,
     order.
 
     Args:
         found: the index of the destination, as it was read back.
-        of_layout: names of values that the layout added; the reader found them as they were written and left them out
-            of `found`.
-        digests: {tensor: BLAKE3 in hex} of all tensors in `found`; an array in a value may be a tensor of its own
-            there.
+        of_layout: names of values that the layout added and that the reader recognised and left out of `found`.
+        digests: {tensor: BLAKE3 in hex} of all tensors in `found`; an array inside a value may be a tensor there.
 
     Returns:
-        Sentences about those that differ; none where all are equal.
+        One sentence for each difference; [] if all values are equal.
     """
     faults: list[str] = []
     expected: set[str] = set()
     written = list_written_values(draft)
     there = split_lists(found.values, written.keys() - found.values.keys()) if draft.dropped else found.values
     for n, v in written.items():
-        parts = {n: v} if n in there else taken_apart({n: v})
+        parts = {n: v} if n in there else split_into_leaves({n: v})
         expected.update(parts)  # `|=` of a view of keys copies the set
         for name, part in parts.items():
             if (other := there.get(name)) is not None:

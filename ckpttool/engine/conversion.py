@@ -22,23 +22,29 @@ from ..storage import urls
 from ..storage.buffers import IOBudget
 from ..storage.destination_protocol import Destination
 from ..storage.source import Source
-from .copy.fill import fill, lost_notes
+from .copy.fill import describe_cast_losses, fill
 from .copy.tensor_digests import reporting
-from .destination import normalise_destination, open_destination, recover_old, refuse_destination, refuse_source
+from .destination import (
+    normalise_destination,
+    open_destination,
+    refuse_destination,
+    refuse_overlapping_destination,
+    restore_old_destination,
+)
 from .discover.unread_files import human
 from .logits.proof import LogitProof
 from .opening import CheckpointPath
 from .plan_files import with_absolute_paths
-from .planning import Plan, plan_conversion, read_map
+from .planning import Plan, plan_conversion, with_map_text
 from .recorded import RECORD, encode_record, make_record
-from .transform.quantizing import QuantizedSource, describe_errors
-from .verification import check_copied, read_back
+from .transform.quantizing import QuantizedSource, describe_quantisation_errors
+from .verification import check_source_digests, read_back
 from .workers import part_worker
-from .workers.coordinator import fill_with_workers, why_one_process, workers_for_reading
-from .workers.executors import Workers, default_count, serve_if_worker, workers_of
+from .workers.coordinator import explain_one_process, fill_with_workers, workers_for_reading
+from .workers.executors import Workers, choose_process_count, open_workers, serve_if_worker
 from .workers.part_requests import describe_job
 
-__all__ = ["PYTHON_BYTES", "ConvertResult", "choose_io_budget", "convert", "most_memory_bytes", "run_conversion"]
+__all__ = ["PYTHON_BYTES", "ConvertResult", "choose_io_budget", "compute_peak_memory", "convert", "run_conversion"]
 
 
 @dataclass(repr=False)
@@ -79,7 +85,7 @@ class ConvertResult(Shown):
         return {**asdict(self), "dropped": dropped, "changed": changed}
 
     def lines(self) -> Iterator[str]:
-        """Yield what was written where, notes, and the digests."""
+        """Yield lines of text: source and destination, layouts and sizes, what was dropped, notes, and the digests."""
         ranks = f" for {count_noun(self.world_size, 'rank')}" if self.world_size else ""
         equal = ", read back and equal" if self.verified else ", not read back"
         yield f"{self.source} -> {self.destination}"
@@ -99,46 +105,47 @@ class ConvertResult(Shown):
 def convert(src: CheckpointPath, dst: str | os.PathLike[str], **keywords: Unpack[ConvertKeywords]) -> ConvertResult:
     """Convert a checkpoint to another layout, world size or dtype, bit for bit.
 
-    The destination appears whole or not at all. What the target cannot hold, and state in files that the source's
-    layout does not read, stops the conversion unless `drop` is set; `hf` stores only weights, so dropping the optimizer
-    there is reported but not an error. What is copied is compared with the digests that were recorded of the source;
-    cast tensors are read again for that.
+    The destination appears complete or not at all. State that the target cannot hold, and state in files that the
+    source's layout does not read, stops the conversion unless `drop` is set; `hf` stores only weights, so dropping the
+    optimizer there is reported but not an error. Tensors that are copied are compared with the digests that were
+    recorded for the source; tensors that are cast are read again for that.
 
-    What an interrupted run of the same conversion has left is used after it was read again; such a result is read back
-    even where `verify` is not set. An old destination that an interrupted run had taken away is put back first.
+    A run continues what an interrupted run of the same conversion has written, after reading it again; such a result is
+    read back even if `verify` is not set. If an interrupted run had moved an old destination away, it is put back
+    first.
 
     Args:
         src: a folder, a file, or the URL of one; never changed.
         dst: path or URL of the new checkpoint.
         to: layout to write ("dcp", "full", "hf", "zero3", "zero2", "zero1", "universal", "fsdp1",
-            "torch_checkpointing", "megatron", "audit", "accelerate", "trainer", "lightning", "torchtitan"); where None,
-            the name of the destination tells (".pt", ".pth", ".bin" and ".ckpt" are full).
-        options: what only that layout understands: an `HfOptions`, `ZeroOptions` (zero1 to zero3), `UniversalOptions`,
+            "torch_checkpointing", "megatron", "audit", "accelerate", "trainer", "lightning", "torchtitan"); None to
+            infer it from the name of the destination (".pt", ".pth", ".bin" and ".ckpt" are full).
+        options: options of that layout alone: an `HfOptions`, `ZeroOptions` (zero1 to zero3), `UniversalOptions`,
             `Fsdp1Options`, `ArchiveOptions` or `DirectoryOptions` (trainer, accelerate); `help` of these shows units
             and defaults.
-        world_size: ranks of the job that will load it, at least 1; those of the source where None.
+        world_size: ranks of the job that will load it, at least 1; None for those of the source.
         only, drop_matching, rename: as `open`: a part of the source, and new names of parameters.
         weights: which weights are the model: the key of an average ("ema"), a file beside the checkpoint, or
-            "schedule-free-x"; nothing else is in it then. As the trainer saved it where None.
-        dtype: floating-point dtype of the weights ("bf16", "fp16", "fp32", "keep"); optimizer state keeps its own.
-            "keep" where None.
-        cast: {glob of tensor names: dtype}, stronger than `dtype`; the last that matches counts.
+            "schedule-free-x"; the result then has nothing else. None for the model as the trainer saved it.
+        dtype: floating-point dtype of the weights ("bf16", "fp16", "fp32", "keep"); optimizer state keeps its own. None
+            for "keep".
+        cast: {glob of tensor names: dtype}, which overrides `dtype`; the last glob that matches counts.
         canonical_keys: dcp and full: write "model" and "optim" with plain FQNs, as torch's `get_state_dict` names them,
-            "scheduler" and so on, and not the keys of the source.
+            "scheduler" and so on, instead of the keys of the source.
         keys: dcp and full: {component: the key under which a job looks for it}, as {"optim": "optimizer"}; a dot leads
             into a dict, {"model": "app.model"}. Below it, names are plain FQNs.
-        drop: go on without what the target cannot hold, and without state in files that were not read.
-        force: replace an existing checkpoint, whole.
+        drop: continue without state that the target cannot hold, and without state in files that were not read.
+        force: replace an existing checkpoint completely.
         verify: read the result back from the disk and compare digests.
         source_layout, config, like, flat_layout, wrap, tag, allow_equal_ranks, allow_mixed_steps: as `open`. `config`,
             `like`, `flat_layout` and `wrap` also describe the model to the layout that is written.
-        salvage: of a damaged source, write what is whole; ckpttool.json lists what is exact, rebuilt and missing.
-        fill_from: with `salvage`, another step of the same run, for what is lost.
-        apply: deltas of SkyRL, TRL or ModelExpress, or folders of them, to apply to the weights in this order; nothing
-            but weights is in the result.
-        strip_wrappers: dcp and full: leave prefixes of wrappers ("_orig_mod.", "module.") out of the source's own keys.
-        vocab_size: rows of the embedding and the output layer, with their moments: more are zeros, and rows are cut
-            only if nothing was learned in them.
+        salvage: of a damaged source, write what is intact; ckpttool.json lists what is exact, rebuilt and missing.
+        fill_from: with `salvage`: another step of the same run, from which lost entries are filled.
+        apply: deltas of ckpttool, SkyRL, TRL or ModelExpress, or folders of them, to apply in this order. A delta of
+            another program changes weights, and the result has nothing else.
+        strip_wrappers: dcp and full: remove prefixes of wrappers ("_orig_mod.", "module.") from the source's own keys.
+        vocab_size: rows of the embedding and the output layer, with their moments: added rows are zeros, and rows are
+            cut only if nothing was learned in them.
         regroup: give the optimizer the param groups of the checkpoint that `like` names.
         dequantize: globs of names of quantised tensors (["*"]) to write as plain numbers: weights that are codes as the
             library that made them computes them, in `dtype` or the dtype of the model, and torchao's optimizers
@@ -146,32 +153,31 @@ def convert(src: CheckpointPath, dst: str | os.PathLike[str], **keywords: Unpack
         quantize: "fp8-block": hf: write the weights of linear layers as fp8 codes with a scale for each block, as
             DeepSeek-V3 has them; the error against the source is in `about["quantized"]`.
         map: a name map: its file, or the name of one that comes with ckpttool ("torchtitan-llama3"), from one program's
-            names and order of weights and optimizer to another's. Where None and `to` is "hf", the one of the trainer
-            that wrote the source, if there is one; "none" for no map.
-        change: {glob of tensor names: function}: compute tensors. The function gets a `Page` of a tensor, some rows as
-            a rule, and returns an array of the same shape; floating-point numbers are rounded to the dtype of the
-            tensor. Each element is in one page, and a page may be computed again. Names are those that `open` shows,
-            or what `dequantize` makes of them.
+            names and order of weights and optimizer to another's. None: if `to` is "hf", the map of the trainer that
+            wrote the source, if there is one. "none" for no map.
+        change: {glob of tensor names: function}: compute tensors. The function gets a `Page` of a tensor, usually some
+            of its rows, and returns an array of the same shape; floating-point numbers are rounded to the dtype of the
+            tensor. Each element is in one page, and a page may be computed again. Names are those that `open` shows, or
+            those that `dequantize` makes of them.
         set_values: {glob of names of values: number, text or list}, such as {"optim.param_groups.*.lr": 1e-5}; the type
-            is that of the old one.
-        reset: components, and names or globs of entries, that are left out for the job to start them new.
+            is that of the old value.
+        reset: components, and names or globs of entries, to leave out, so that the job initialises them.
         ignore_recorded_digests: do not compare the source with the digests in its ckpttool.json, or in itself.
         expected: {tensor: BLAKE3 in hex} that the source must have, instead of those in its ckpttool.json.
-        max_memory_bytes: budget of all buffers of a process, in bytes; 150 MB where None, 220 MB where the source is in
-            a store.
-        threads: threads that read, and as many that write; of each worker, where there are some. With 1, one thread
-            does everything.
-        workers: who fills the parts of the destination at the same time: a number of processes on this machine,
-            "dask:ADDRESS", "ray:ADDRESS", "mpi", "package.module:factory", or a `concurrent.futures.Executor`. Where
-            None, as many processes as the machine and the bytes deserve: one for less than 4 GB or on fewer than 4
-            cores.
+        max_memory_bytes: budget of all buffers of a process, in bytes; None for 150 MB, or 220 MB if the source is in a
+            store.
+        threads: number of threads that read, and of threads that write; in each worker, if there are several. With 1,
+            one thread does both.
+        workers: which processes fill the parts of the destination at the same time: a number of processes on this
+            machine, "dask:ADDRESS", "ray:ADDRESS", "mpi", "package.module:factory", or a `concurrent.futures.Executor`.
+            None to choose a number of processes by machine and size: one for less than 4 GB or on fewer than 4 cores.
         prove_logits: run source and result on the same tokens, layer by layer, as `compare` does, and commit the result
-            only if they compute the same. In a store it is committed before.
+            only if they compute the same. In a store the result is committed before.
         progress: called with (what is done, bytes done, bytes in all).
 
     Raises:
         CkpttoolError: one of `ckpttool.errors`; the destination is as it was before, or the message says that it is the
-            new one. What is worth knowing besides, such as what could not be removed, is in the notes of the exception.
+            new one. The notes of the exception say what else happened, such as files that could not be removed.
     """
     return run_conversion(src, dst, *split_keywords(keywords))
 
@@ -185,10 +191,12 @@ def run_conversion(
     make_plan: Callable[[CheckpointPath, str, OpenOptions, WriteRequest], Plan] = plan_conversion,
 ) -> ConvertResult:
     """Convert a checkpoint: plan the conversion, fill the destination, read it back, and commit it, which makes it
-    visible. The first arguments hold the keywords of `convert`.
+    visible.
 
     Args:
-        make_plan: what plans it; where it raises, nothing was written.
+        src, dst: as `convert`.
+        reading, writing, running: the keywords of `convert`, as `split_keywords` returns them.
+        make_plan: makes the plan from (src, dst, reading, writing); nothing has been written if it raises.
 
     Raises:
         CkpttoolError: whatever `convert` raises.
@@ -196,11 +204,11 @@ def run_conversion(
     serve_if_worker(running.workers)
     note_change("")
     # what cannot be, before anything is opened
-    writing, reading = read_map(writing), with_absolute_paths(reading)
+    writing, reading = with_map_text(writing), with_absolute_paths(reading)
     dst = normalise_destination(dst)
-    refuse_source(src, dst)
+    refuse_overlapping_destination(src, dst)
     where = urls.display_path(dst)
-    put_back = [] if urls.is_url(dst) else recover_old(where)
+    put_back = [] if urls.is_url(dst) else restore_old_destination(where)
     refuse_destination(dst, where, running.force)
     try:
         with reporting(running.progress), make_plan(src, dst, reading, writing) as planned:
@@ -214,7 +222,7 @@ def run_conversion(
             destination = open_destination(dst, target.is_file, draft, planned.id, running.force)
             if writing.change:
                 destination.resumable = False  # nobody knows whether the next run has the same functions
-            with _fail_destination_on_error(destination):
+            with _clean_up_destination_on_error(destination):
                 alone = writing.change or not opened.source.has_versions()
                 job = None if alone else describe_job(src, dst, reading, writing, planned.id)
                 filled = _fill_destination(planned, job, destination, writing, running, budget, reading.config, proof)
@@ -236,9 +244,11 @@ def _add_notes(e: CkpttoolError, notes: Iterable[str]) -> None:
 
 
 @contextmanager
-def _fail_destination_on_error(destination: Destination) -> Iterator[None]:
-    """While the block runs, watch for an error: then keep what the next run can use of the destination, remove
-    everything else, and raise the error with notes that say so."""
+def _clean_up_destination_on_error(destination: Destination) -> Iterator[None]:
+    """If the block raises, keep what the next run can continue, remove the rest, and raise with notes on both.
+
+    The error that is raised is the one that `Destination.fail` returns.
+    """
     try:
         yield
     except BaseException as e:
@@ -279,12 +289,12 @@ def _fill_destination(
     config: str | None,
     proof: LogitProof | None,
 ) -> _Filled:
-    """Write every byte of a draft and the record beside it; read it back where it can be read before the commit.
+    """Write every byte of a draft and the record beside it; read it back if it can be read before the commit.
 
     Args:
-        job: the conversion as workers are told it (`describe_job`); None where one process has to do it.
-        config: folder or id of a Hugging Face model, for reading back; None where none was given.
-        proof: proves that it computes the same; None where nobody asked.
+        job: description of the conversion for workers (`describe_job`); None if one process has to do all of it.
+        config: folder or id of a Hugging Face model, for reading back; None if none was given.
+        proof: compares the logits of source and destination; None if that was not requested.
 
     Raises:
         CkpttoolError: the source is damaged or was changed, or the result differs from the draft.
@@ -303,7 +313,7 @@ def _fill_destination(
             planned.recheck()
             digests, facts = fill_with_workers(planned, job, parallel, workers, progress, budget)
         # the source must still be what was planned, and what was recorded of it
-        wanted, digests = check_copied(opened, draft, digests, writing, progress, budget)
+        wanted, digests = check_source_digests(opened, draft, digests, writing, progress, budget)
         if ckpt.quantized is not None and isinstance(source, QuantizedSource):
             draft.summary["quantized"] = source.compute_errors(ckpt.quantized)
         written, path = make_record(planned, wanted, digests), destination.readable_path
@@ -340,17 +350,20 @@ def _commit_destination(
     config: str | None,
     proof: LogitProof | None,
 ) -> _Filled:
-    """Make a destination visible, and read it back, and prove it, if it could not be read before.
+    """Commit a destination, which makes it visible. In an object store, read it back and compare its logits only then.
 
     Args:
         dst: its path or URL.
-        config: folder or id of a Hugging Face model, for reading back; None where none was given.
-        proof: proves that it computes the same; None where nobody asked.
+        config: folder or id of a Hugging Face model, for reading back; None if none was given.
+        proof: compares the logits of source and destination; None if that was not requested.
+
+    Returns:
+        `filled`, with the result of the proof if it was made here.
 
     Raises:
-        SourceChanged: the source was written to meanwhile.
-        Differs: what is there is not what was written.
-        CkpttoolError: the destination cannot be written, or not be read back.
+        SourceChanged: the source changed during the conversion.
+        Differs: the destination does not hold what was written.
+        CkpttoolError: the destination cannot be written or read back.
     """
     planned.opened.source.assert_unchanged()
     with planned.target.replacing(dst) if running.force else nullcontext():
@@ -366,13 +379,17 @@ def _commit_destination(
 
 
 def _make_result(planned: Plan, filled: _Filled, where: str, running: RunOptions, messages: list[str]) -> ConvertResult:
-    """Make the result of a conversion that is done; `where` is the destination as people see it, and `messages` become
-    notes."""
+    """Make the result of a finished conversion, and log its notes.
+
+    Args:
+        where: path or URL of the destination, without credentials.
+        messages: further notes.
+    """
     opened, draft, account = planned.opened, planned.draft, planned.account
     ckpt = opened.checkpoint
-    notes = [*ckpt.notes, *draft.notes, *lost_notes(draft.lost), *messages]
+    notes = [*ckpt.notes, *draft.notes, *describe_cast_losses(draft.lost), *messages]
     if "quantized" in draft.summary:
-        notes.append(describe_errors(draft.summary["quantized"]))
+        notes.append(describe_quantisation_errors(draft.summary["quantized"]))
     if not opened.source.has_versions():
         notes.append("the server gives no versions of its files: a change while they were read would not be noticed")
     read_again = "" if running.verify or not filled.readable else ", so the result was read back"
@@ -413,16 +430,17 @@ def _make_result(planned: Plan, filled: _Filled, where: str, running: RunOptions
 def _start_workers(
     job: dict[str, Any] | None, draft: Draft, destination: Destination, running: RunOptions
 ) -> Iterator[Workers | None]:
-    """While the block runs, have workers that fill a draft, or None where this process does it alone. If workers were
-    asked for and cannot be used, a message of `destination` says why.
+    """While the block runs, provide workers that fill a draft, or None if this process does all of it.
+
+    If workers were requested and cannot be used, the reason is appended to `destination.messages`.
 
     Args:
-        job: the conversion as workers are told it (`describe_job`); None where one process has to do it.
+        job: description of the conversion for workers (`describe_job`); None if one process has to do all of it.
     """
     spec = running.workers
     parallel = destination.parallel
-    why = why_one_process(draft, job, parallel is not None, parallel is not None and parallel.part_bytes > 0)
-    alone = spec in (1, "1") or (spec is None and default_count(draft.nbytes) == 1)
+    why = explain_one_process(draft, job, parallel is not None, parallel is not None and parallel.part_bytes > 0)
+    alone = spec in (1, "1") or (spec is None and choose_process_count(draft.nbytes) == 1)
     if why is None and parallel is not None and not alone:
         why = parallel.why_alone()
     if why is not None:
@@ -439,7 +457,7 @@ def _start_workers(
         finally:
             part_worker.close_caches()
     else:
-        with workers_of(spec, draft.nbytes) as workers:
+        with open_workers(spec, draft.nbytes) as workers:
             yield workers
 
 
@@ -452,15 +470,18 @@ def _count_buffers(budget: IOBudget, source: Source) -> int:
     return 9 + 2 * budget.writer_threads + 3 * budget.reader_threads(source)
 
 
-def most_memory_bytes(budget: IOBudget, source: Source) -> int:
-    """Compute the most bytes of memory that a run takes besides the index: buffers, the source's own needs, and
+def compute_peak_memory(budget: IOBudget, source: Source) -> int:
+    """Return the most bytes of memory that a run takes besides the index: buffers, the source's own needs, and
     Python."""
     return PYTHON_BYTES + source.working_bytes + _count_buffers(budget, source) * budget.buffer_bytes
 
 
 def choose_io_budget(max_memory_bytes: int | None, threads: int, source: Source) -> IOBudget:
-    """Choose the number of threads and the size of buffers, so that all buffers, and what Python and numpy take, fit
-    into `max_memory_bytes`; where that is None, buffers have the usual size.
+    """Choose the size of buffers, so that all buffers, Python and numpy together fit into a budget of memory.
+
+    Args:
+        max_memory_bytes: the budget; None for buffers of the default size.
+        threads: number of threads that read, and of threads that write.
 
     Raises:
         UsageError: `threads` is less than 1, or the buffers would be too small.

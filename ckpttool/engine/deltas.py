@@ -15,7 +15,7 @@ from ..printable import Shown, count_noun, list_first
 from ..storage import urls
 from .copy.tensor_digests import tensor_digests
 from .discover.unread_files import human
-from .own_deltas import facts_of, open_own_delta
+from .own_deltas import get_delta_facts, open_own_delta
 from .recorded import explain_other_digests
 
 if TYPE_CHECKING:
@@ -23,30 +23,34 @@ if TYPE_CHECKING:
 
     from .opening import OpenCheckpoint
 
-__all__ = ["DeltaSummary", "find_deltas", "order_chain", "summarise_deltas"]
+__all__ = ["DeltaSummary", "find_deltas", "sort_delta_chain", "summarise_deltas"]
 
 
 def find_deltas(where: layouts.Place, shown: str) -> list[Delta]:
-    """Find the delta that a place is, or those in a folder in the order in which they are applied; [] where there are
+    """Find the delta that a file is, or all deltas in a folder in the order in which they are applied; [] if there are
     none.
 
     Args:
-        shown: its path, for messages.
+        shown: path of the place, for messages.
 
     Raises:
-        Corrupt, Unsafe, Unsupported: one cannot be read, or those of a folder are no chain.
+        Corrupt, Unsafe, Unsupported: a delta cannot be read, or those of a folder are no chain.
     """
     found = find_delta(where.source, where.file, shown)
     if found is not None:
         return [found]
-    return [] if where.file is not None else order_chain(find_deltas_below(where.source, shown), shown)
+    return [] if where.file is not None else sort_delta_chain(find_deltas_below(where.source, shown), shown)
 
 
-def order_chain(deltas: list[Delta], where: str) -> list[Delta]:
-    """Return the deltas of a folder in the order in which they are applied: each one on the version before it.
+def sort_delta_chain(deltas: list[Delta], where: str) -> list[Delta]:
+    """Return the deltas of a folder in the order in which they are applied: each one after the delta of its base
+    version.
+
+    Args:
+        where: path of the folder, for messages.
 
     Raises:
-        Unsupported: they are of several programs, have no versions, or one is missing or there twice.
+        Unsupported: they are of several programs, lack versions, or a version is missing or occurs twice.
     """
     if len(deltas) < 2:
         return deltas
@@ -57,7 +61,7 @@ def order_chain(deltas: list[Delta], where: str) -> list[Delta]:
             f"{where} holds deltas {why}: {list_first([d.where for d in deltas], 4)}. Give them one by one, in order.",
             code="CKPT0342",
         )
-    bases = {d.version: _base_of(d) for d in deltas}
+    bases = {d.version: _get_base_version(d) for d in deltas}
     first = [d for d in deltas if bases[d.version] not in bases]
     after = {bases[d.version]: d for d in deltas}
     chain = first[:1]
@@ -74,8 +78,9 @@ def order_chain(deltas: list[Delta], where: str) -> list[Delta]:
     return chain
 
 
-def _base_of(delta: Delta) -> str | None:
-    """Return the version that a delta is on: the one before it where the program does not write it."""
+def _get_base_version(delta: Delta) -> str | None:
+    """Return the version that a delta applies to, None if unknown; if not recorded, the number before its own
+    version."""
     if delta.base_version is None and (delta.version or "").isdigit():
         return str(int(str(delta.version)) - 1)
     return delta.base_version
@@ -105,7 +110,8 @@ class DeltaSummary(Shown):
         return {"kind": "delta", **asdict(self)}
 
     def lines(self) -> Iterator[str]:
-        """Yield what it is, what is in it, what was proved, and what to do with it."""
+        """Yield lines of text: kind and version, versions of a chain, sizes, what was checked, and the command that
+        applies it."""
         several = len(self.deltas) > 1
         on = f" on version {self.base_version}" if self.base_version is not None else ""
         version = f", version {self.version}{on}" if self.version is not None else ""
@@ -126,19 +132,19 @@ class DeltaSummary(Shown):
 
 
 def summarise_deltas(path: str, read_data: bool = False, progress: Progress = silent) -> DeltaSummary | None:
-    """Describe the delta or the chain of deltas at a path or URL; None where there is none.
+    """Describe the delta or the chain of deltas at a path or URL; None if there is none.
 
     Args:
-        read_data: decode all changes.
-        progress: called with (what is done, bytes done, bytes in all).
+        read_data: also decode all changes, to find damage.
+        progress: called with ("verify", bytes done, bytes in all).
 
     Raises:
-        Corrupt, Unsafe, Unsupported: it cannot be read, or a change is damaged.
+        Corrupt, Unsafe, Unsupported: a delta cannot be read, or a change is damaged.
     """
     where, shown = layouts.place(path), urls.redact_url(path) if urls.is_url(path) else path
     with where.source:
         if (own := open_own_delta(where)) is not None:
-            return _summarise_own(own, shown, read_data, progress)
+            return _summarise_own_delta(own, shown, read_data, progress)
         deltas = find_deltas(where, shown)
         if not deltas:
             return None
@@ -159,17 +165,21 @@ def summarise_deltas(path: str, read_data: bool = False, progress: Progress = si
             bytes=total,
             checksums=", ".join(sorted(kinds)) or None,
             read=read_data,
-            deltas=[_describe(d) for d in deltas],
+            deltas=[_describe_delta(d) for d in deltas],
         )
 
 
-def _summarise_own(own: OpenCheckpoint, shown: str, read_data: bool, progress: Progress) -> DeltaSummary:
-    """Describe a delta of ckpttool; with `read_data`, compare the digests of all that it holds.
+def _summarise_own_delta(own: OpenCheckpoint, shown: str, read_data: bool, progress: Progress) -> DeltaSummary:
+    """Describe a delta that ckpttool wrote.
+
+    Args:
+        shown: its path, for messages.
+        read_data: also compare the digests of all its tensors.
 
     Raises:
-        Corrupt: they are others.
+        Corrupt: a tensor does not have the recorded digest.
     """
-    ckpt, facts = own.checkpoint, facts_of(own)
+    ckpt, facts = own.checkpoint, get_delta_facts(own)
     found = tensor_digests(ckpt.tensors, own.source, ckpt.files, ckpt.records, progress, "verify") if read_data else {}
     if wrong := sorted(n for n, digest in found.items() if digest != ckpt.recorded[n]):
         raise explain_other_digests(ckpt, wrong, len(found))
@@ -196,8 +206,8 @@ def _summarise_own(own: OpenCheckpoint, shown: str, read_data: bool, progress: P
     )
 
 
-def _describe(delta: Delta) -> dict[str, object]:
-    """Return the row of a delta in a summary."""
+def _describe_delta(delta: Delta) -> dict[str, object]:
+    """Return the entry of a delta in `DeltaSummary.deltas`."""
     return {
         "path": delta.where,
         "version": delta.version,

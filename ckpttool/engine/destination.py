@@ -23,13 +23,13 @@ from .planning import Plan
 from .recorded import RECORD
 
 __all__ = [
-    "can_share",
+    "can_fill_in_parallel",
     "check_destination",
     "normalise_destination",
     "open_destination",
-    "recover_old",
     "refuse_destination",
-    "refuse_source",
+    "refuse_overlapping_destination",
+    "restore_old_destination",
 ]
 
 
@@ -50,29 +50,30 @@ def normalise_destination(dst: str | os.PathLike[str]) -> str:
 
 
 def refuse_destination(dst: str, where: str, force: bool) -> None:
-    """Refuse what is at a destination, before anything is opened.
+    """Raise if the destination exists and may not be replaced, or is in a store that cannot be written to.
 
     Args:
         dst: its path or URL, as it was given.
-        where: the same for people, without passwords.
-        force: whether a checkpoint there may be replaced.
+        where: the same without credentials, for messages.
+        force: whether a checkpoint there may be replaced; anything else is not replaced.
 
     Raises:
         DestinationExists: something is there that may not be replaced.
         UsageError: the store of the URL cannot be written to.
     """
     if urls.is_url(dst):
-        _refuse_store(where)
+        _refuse_unwritable_store(where)
     elif os.path.lexists(where):
         refuse_target(where, not os.path.isdir(where), force)
     if force:
-        _refuse_foreign(dst)
+        _refuse_non_checkpoint(dst)
 
 
 def check_destination(src: CheckpointPath, dst: str | os.PathLike[str], planned: Plan, force: bool) -> int | None:
-    """Refuse a destination as `convert` would refuse it, and write nothing.
+    """Check a destination as `convert` does before it writes; nothing is written.
 
     Args:
+        planned: the conversion, for the layout and the size of the destination.
         force: whether a checkpoint there may be replaced.
 
     Returns:
@@ -83,7 +84,7 @@ def check_destination(src: CheckpointPath, dst: str | os.PathLike[str], planned:
         NoSpace: the destination does not fit.
     """
     dst = normalise_destination(dst)
-    refuse_source(src, dst)
+    refuse_overlapping_destination(src, dst)
     where = urls.display_path(dst)
     refuse_destination(dst, where, force)
     if force:
@@ -94,19 +95,23 @@ def check_destination(src: CheckpointPath, dst: str | os.PathLike[str], planned:
     return check_free_space(os.path.dirname(where), planned.draft.needed_bytes)
 
 
-def can_share(dst: str, is_file: bool, draft: Draft) -> bool:
-    """Tell whether several processes can fill a destination, a path or URL, at the same time; it is not opened.
-    `is_file` is whether the layout is one file."""
+def can_fill_in_parallel(dst: str, is_file: bool, draft: Draft) -> bool:
+    """Tell whether several processes can fill a destination at the same time: a local path, or S3 without object lock.
+
+    Args:
+        dst: its path or URL; it is not opened.
+        is_file: whether the layout is one file.
+    """
     return not urls.is_url(dst) or (
         not draft.object_lock and s3_object(dst if is_file else f"{dst}/{UNFINISHED}") is not None
     )
 
 
-def refuse_source(src: CheckpointPath, dst: str | os.PathLike[str]) -> None:
-    """Refuse a destination that is the source, lies in it or holds it.
+def refuse_overlapping_destination(src: CheckpointPath, dst: str | os.PathLike[str]) -> None:
+    """Raise if the destination is the source, lies in the source, or contains it.
 
     Raises:
-        UsageError: with how the two are related.
+        UsageError: the message says how the two are related.
     """
     src = show_path(src)
     if urls.is_url(dst) != urls.is_url(src):
@@ -126,11 +131,11 @@ def refuse_source(src: CheckpointPath, dst: str | os.PathLike[str]) -> None:
         )
 
 
-def _refuse_store(url: str) -> None:
-    """Refuse URLs of stores that a conversion cannot write to: hf:// and http.
+def _refuse_unwritable_store(url: str) -> None:
+    """Raise for a URL that a conversion cannot write to: hf:// or http.
 
     Raises:
-        UsageError: with what to use instead.
+        UsageError: the message says what to use instead.
     """
     if url.startswith("hf://buckets/"):
         raise UsageError(
@@ -154,13 +159,12 @@ def _refuse_store(url: str) -> None:
         )
 
 
-def _refuse_foreign(target: str) -> None:
-    """Refuse to replace what is no checkpoint: --force replaces a checkpoint, an empty folder or an empty file; not a
-    folder or a file of other things.
+def _refuse_non_checkpoint(target: str) -> None:
+    """Raise if a path or URL that is to be replaced is neither a checkpoint nor empty.
 
     Raises:
-        DestinationExists: it is no checkpoint.
-        CkpttoolError: what is there cannot be told: it may not be read, or a store does not answer.
+        DestinationExists: it is a file or folder of other things.
+        CkpttoolError: its kind cannot be determined: it is not readable, or the store does not answer.
     """
     if urls.is_url(target):
         try:
@@ -196,14 +200,17 @@ def _refuse_foreign(target: str) -> None:
         ) from None
 
 
-def recover_old(target: str) -> list[str]:
-    """Put back an old destination that an interrupted run had taken away; return sentences for people on what was done.
+def restore_old_destination(target: str) -> list[str]:
+    """Put back an old destination that an interrupted run had moved away.
+
+    Returns:
+        Sentences on what was done; [] if nothing was.
 
     Raises:
-        CkpttoolError: the system does not let us.
+        CkpttoolError: the file system refuses it.
     """
     try:
-        return partial.recover(target)
+        return partial.recover_old_target(target)
     except OSError as e:
         raise write_error(
             e,
@@ -213,11 +220,11 @@ def recover_old(target: str) -> list[str]:
 
 
 def open_destination(dst: str, is_file: bool, draft: Draft, plan: str, force: bool) -> Destination:
-    """Open the destination of a draft.
+    """Open the destination of a draft: a local path, an object, or a prefix of objects.
 
     Args:
         is_file: whether the layout is one file, and no folder.
-        plan: what identifies the conversion (`plan_id`), so that the same one continues what was interrupted.
+        plan: id of the conversion (`compute_plan_id`); a later run with the same id continues an interrupted one.
         force: whether a checkpoint there may be replaced.
 
     Raises:

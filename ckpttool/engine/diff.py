@@ -17,13 +17,13 @@ from ..errors import Differs, UsageError, argument
 from ..huggingface import lora
 from ..index import boxes
 from ..index.checkpoint import NOT_TORCHS, PACKED, Checkpoint, TensorEntry
-from ..index.fqns import fold_name
+from ..index.fqns import mask_name_numbers
 from ..options import SearchPart, list_keywords
-from ..printable import Shown, count_noun, replace_infinities
+from ..printable import Shown, count_noun, replace_non_finite_numbers
 from ..storage import urls
 from .copy.dtypes import numbers
 from .copy.fill import Progress, silent
-from .copy.stream import Block, Reader, StreamJob, side_by_side
+from .copy.stream import Block, Reader, StreamJob, pair_stream_pieces
 from .copy.tensor_digests import reporting
 from .copy.tensor_statistics import StatisticsCounter, sum_squares
 from .copy.value_digests import equal_values
@@ -32,15 +32,23 @@ from .opening import (
     CheckpointPath,
     OpenCheckpoint,
     OpenOptions,
-    drop_other_layout,
+    drop_unfit_source_layout,
     open_checkpoint,
-    refuse_unused,
+    refuse_unused_hints,
     show_path,
 )
 from .workers.coordinator import digest_with_workers, workers_for_reading
 from .workers.executors import WorkersSpec
 
-__all__ = ["SORTS", "ComponentDifference", "Difference", "TensorDifference", "diff", "measure_moves", "stream_blocks"]
+__all__ = [
+    "SORTS",
+    "ComponentDifference",
+    "Difference",
+    "TensorDifference",
+    "diff",
+    "measure_relative_distances",
+    "stream_blocks",
+]
 
 #: What `Difference.sorted_by` sorts by.
 SORTS = ("moved", "abs", "rel", "ulp", "name")
@@ -117,7 +125,12 @@ class ComponentDifference:
     moved: float = 0.0
 
     def add(self, found: TensorDifference, close: bool) -> None:
-        """Add a tensor that both have, and whether all that differs in it is within the tolerances."""
+        """Add the comparison of a tensor that both checkpoints have: count it, and update the largest differences and
+        the norms.
+
+        Args:
+            close: whether all its differences are within the tolerances.
+        """
         kind = "equal" if not found.differing else "close" if close else "changed"
         setattr(self, kind, getattr(self, kind) + 1)
         self.max_abs, self.max_rel = max(self.max_abs, found.max_abs), max(self.max_rel, found.max_rel)
@@ -163,12 +176,15 @@ class Difference(Shown):
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain data; numbers that are infinite or NaN become text."""
-        plain: dict[str, Any] = replace_infinities(asdict(replace(self, index=None)))
+        plain: dict[str, Any] = replace_non_finite_numbers(asdict(replace(self, index=None)))
         return {k: v for k, v in plain.items() if k != "index"}
 
     def sorted_by(self, order: str) -> Difference:
-        """Return the same with `data` sorted by "name", or from the largest "moved", "abs", "rel" or "ulp", where
-        tensors with numbers of opposite signs come first.
+        """Return a copy with `data` sorted by name, or from the largest difference to the smallest.
+
+        Args:
+            order: one of `SORTS`: "name", "moved" (relative L2), "abs", "rel" or "ulp"; for "ulp", tensors with numbers
+                of opposite signs come first.
 
         Raises:
             UsageError: there is no such order.
@@ -186,22 +202,25 @@ class Difference(Shown):
         return replace(self, data=sorted(self.data, key=keys[order]))
 
     def folded(self) -> Difference:
-        """Return the same with one row for tensors whose names differ only in numbers: "layers.#.mlp.weight"."""
+        """Return a copy in which tensors whose names differ only in numbers are one row: "layers.#.mlp.weight"."""
         groups: dict[str, list[TensorDifference]] = {}
         for t in self.data:
-            groups.setdefault(fold_name(t.name), []).append(t)
+            groups.setdefault(mask_name_numbers(t.name), []).append(t)
         return replace(
             self,
             data=[_fold_differences(name, found) for name, found in groups.items()],
-            only_in_a=list(dict.fromkeys(map(fold_name, self.only_in_a))),
-            only_in_b=list(dict.fromkeys(map(fold_name, self.only_in_b))),
-            dtypes=_fold_keys(self.dtypes),
-            shapes=_fold_keys(self.shapes),
+            only_in_a=list(dict.fromkeys(map(mask_name_numbers, self.only_in_a))),
+            only_in_b=list(dict.fromkeys(map(mask_name_numbers, self.only_in_b))),
+            dtypes=_fold_equal_entries(self.dtypes),
+            shapes=_fold_equal_entries(self.shapes),
         )
 
     def lines(self, most: int = 50) -> Iterator[str]:
-        """Yield what differs, and how much of it in each component: the first of everything, the first `most` rows of
-        `data`, and how much more there is."""
+        """Yield lines of text: what differs, a summary of each component, and the headline; long lists are cut.
+
+        Args:
+            most: rows of `data` to show.
+        """
         for name, adapter in (("A", self.adapter_a), ("B", self.adapter_b)):
             if adapter:
                 yield f"{name} holds an adapter only: {adapter}"
@@ -235,22 +254,25 @@ class Difference(Shown):
 
 
 def _divide_norms(distance: float, norm: float) -> float:
-    """Return how far a tensor moved: the norm of the difference relative to that of the tensor; infinite where that is
-    0 and the other is not."""
+    """Return distance / norm, the relative L2 difference of a tensor: 0 if `distance` is 0, else infinite if `norm`
+    is 0."""
     return 0.0 if distance == 0 else distance / norm if norm else math.inf
 
 
-def _fold_keys(found: dict[str, V]) -> dict[str, V]:
-    """Return a dict by name with one entry for names that differ only in numbers and have equal values."""
+def _fold_equal_entries(found: dict[str, V]) -> dict[str, V]:
+    """Merge entries whose names differ only in numbers and whose values are equal into one, named "layers.#.weight".
+
+    An entry with another value keeps its name.
+    """
     out: dict[str, V] = {}
     for name, value in found.items():
-        folded = fold_name(name)
+        folded = mask_name_numbers(name)
         out[folded if out.get(folded, value) == value else name] = value
     return out
 
 
 def _fold_differences(name: str, found: list[TensorDifference]) -> TensorDifference:
-    """Return one row for several, as if they were one tensor."""
+    """Combine the rows of several tensors into one row with this name, as if they were one tensor."""
     worst = max(found, key=lambda t: t.max_abs)
     ulps = [t.max_ulp for t in found if t.max_ulp is not None]
     distance, norm = math.hypot(*(t.distance for t in found)), math.hypot(*(t.norm for t in found))
@@ -292,24 +314,25 @@ def diff(
 
     Args:
         a, b: two folders, files or URLs.
-        rtol, atol: relative and absolute tolerance; 0 where not given.
-        only, drop_matching: what to compare, as `open`, by the names that each of the two has; all where None.
-        rename: as `open`; of `a` alone.
-        weights: which weights of `a` are its model, as `open` takes it; of `b`, the model is compared then.
-        source_layout: layout of those of the two that may be of this one, where the files alone do not tell.
+        rtol, atol: relative and absolute tolerance; 0 if not given.
+        only, drop_matching: what to compare, as `open`, by the names in each of the two; None for all.
+        rename: as `open`; applies to `a` alone.
+        weights: which weights of `a` are its model, as in `open`; they are compared with the model of `b`.
+        source_layout: layout of those of the two that may have it, if the files alone do not tell.
         config, like, flat_layout, wrap, tag: as `open`, for those of the two whose layout uses them.
-        map: a name map, as `convert` takes it, that `a` goes through first. One process compares then.
-        workers: who computes digests of both first, as in `convert`; only tensors with other digests are compared then.
-        progress: called with ("diff", bytes done, bytes in all), and before with "prove" if tensors have no names until
-            they are read.
+        map: a name map, as in `convert`, that is applied to `a` first; then one process compares everything.
+        workers: processes that first compute the digests of both, as in `convert`; only tensors with different digests
+            are then compared element by element.
+        progress: called with ("compare", bytes done, bytes in all); before with "digest" if workers compute digests,
+            and with "prove" if tensors have no names until they are read.
 
     Raises:
-        CkpttoolError: one of the two cannot be read. Differs: a tensor of six-bit numbers has other bytes, which are
-            not looked into.
+        CkpttoolError: one of the two cannot be read. Differs: a tensor of six-bit numbers has different bytes, whose
+            numbers cannot be compared.
     """
     # to look at copies and mixtures is what diff is for
     options = OpenOptions(only=only, weights=weights, allow_equal_ranks=True, allow_mixed_steps=True, **reading)
-    of_each = [drop_other_layout(path, options) for path in (a, b)]
+    of_each = [drop_unfit_source_layout(path, options) for path in (a, b)]
     if weights is not None:
         of_each[1] = replace(of_each[1], only=of_each[1].only or ("model",), weights=None)
     of_each[1] = replace(of_each[1], rename=None)
@@ -324,7 +347,7 @@ def diff(
     ):
         both = x, y
         used = {*x.layout.reader_uses, *y.layout.reader_uses, *(["config"] if map is not None else [])}
-        refuse_unused(options, f"{x.layout.name} | {y.layout.name}", used)
+        refuse_unused_hints(options, f"{x.layout.name} | {y.layout.name}", used)
         with reporting(progress):
             left, right = x.locate(), y.locate()
         if map is not None:
@@ -338,11 +361,11 @@ def diff(
         common = _compare_indexes(left, right, out)
         equal: dict[str, float] = {}
         if map is None:
-            equal = _measure_equal((a, of_each[0], x), (b, of_each[1], y), common, workers, progress)
+            equal = _find_equal_by_digest((a, of_each[0], x), (b, of_each[1], y), common, workers, progress)
         for n, norm in equal.items():
             out.components[left.component(n)].add(TensorDifference(n, left.tensors[n].numel, norm=norm), False)
         common = [n for n in common if n not in equal]
-        for found, close in _compare_data(x, y, common, rtol, atol, progress):
+        for found, close in _compare_tensors(x, y, common, rtol, atol, progress):
             out.components[left.component(found.name)].add(found, close)
             if close:
                 out.within_tolerance += 1
@@ -383,7 +406,7 @@ def _compare_indexes(left: Checkpoint, right: Checkpoint, out: Difference) -> li
         if s.shape != t.shape:
             out.shapes[n] = (s.shape, t.shape)
         elif s.dtype != t.dtype and (s.dtype in PACKED or t.dtype in PACKED):
-            out.shapes[n] = (_shape_in_numbers(s), _shape_in_numbers(t))
+            out.shapes[n] = (_unpack_shape(s), _unpack_shape(t))
         else:
             common.append(n)
         part.other_shape += n in out.shapes
@@ -392,19 +415,22 @@ def _compare_indexes(left: Checkpoint, right: Checkpoint, out: Difference) -> li
     return common
 
 
-def _measure_equal(
+def _find_equal_by_digest(
     a: tuple[CheckpointPath, OpenOptions, OpenCheckpoint],
     b: tuple[CheckpointPath, OpenOptions, OpenCheckpoint],
     names: list[str],
     spec: WorkersSpec,
     progress: Progress,
 ) -> dict[str, float]:
-    """Return {name: L2 norm} of those of `names` whose dtypes and digests are equal, so that they need not be compared
-    element by element; {} without workers that compute the digests.
+    """Find the tensors that need no comparison of elements, since their dtypes and digests are equal.
 
     Args:
-        a, b: the two checkpoints, each as (path, how it was opened, the open checkpoint).
-        spec: the workers, as `diff` takes them.
+        a, b: the two checkpoints, each as (path, options it was opened with, the open checkpoint).
+        names: the tensors to look at.
+        spec: the workers that compute the digests, as `diff` takes them.
+
+    Returns:
+        {name: L2 norm} of the equal ones; {} if there are no workers.
     """
     left, right = (opened.checkpoint.tensors for *_, opened in (a, b))
     counter = StatisticsCounter(right, False)
@@ -420,9 +446,8 @@ def _measure_equal(
     return {n: (counter.found[n].norm if n in counter.found else None) or 0.0 for n in equal}
 
 
-def _shape_in_numbers(t: TensorEntry) -> tuple[int, ...]:
-    """Return the shape of a tensor counted in numbers, of which an element of some dtypes holds several
-    (float4_e2m1fn_x2)."""
+def _unpack_shape(t: TensorEntry) -> tuple[int, ...]:
+    """Return the shape counted in numbers instead of elements, which differ for packed dtypes (float4_e2m1fn_x2)."""
     return (*t.shape[:-1], t.shape[-1] * PACKED.get(t.dtype, 1)) if t.shape else ()
 
 
@@ -432,14 +457,16 @@ def _format_value(x: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _compare_data(
+def _compare_tensors(
     x: OpenCheckpoint, y: OpenCheckpoint, names: list[str], rtol: float, atol: float, progress: Progress
 ) -> Iterator[tuple[TensorDifference, bool]]:
-    """Compare the bytes of tensors; yield (how it differs, whether it does and all of it is within the tolerances) of
-    every tensor.
+    """Compare the bytes of tensors that both checkpoints have.
+
+    Yields:
+        For every tensor: (how it differs, whether it does differ but only within the tolerances).
 
     Raises:
-        Differs: the bytes of a dtype differ that neither numpy nor torch has.
+        Differs: the bytes differ in a dtype that neither numpy nor torch has.
         Corrupt, SourceChanged: bytes are missing, damaged or were changed.
     """
     left, right = x.checkpoint, y.checkpoint
@@ -450,11 +477,11 @@ def _compare_data(
         s, t = left.tensors[name], right.tensors[name]
         found = TensorDifference(name, s.numel * PACKED.get(s.dtype, 1))
         close, squares = True, [0.0, 0.0]  # of A - B, and of B
-        for first, p, q in side_by_side(streams, s, t):
+        for first, p, q in pair_stream_pieces(streams, s, t):
             passed += len(p)
             if t.dtype not in NOT_TORCHS:
                 squares[1] += sum_squares(numbers(q, t.dtype))
-            if s.dtype == t.dtype and _are_equal(p, q):
+            if s.dtype == t.dtype and _are_buffers_equal(p, q):
                 continue
             measured, apart = _measure_differences(found, first, p, q, s, t, rtol, atol)
             close, squares[0] = measured and close, squares[0] + apart
@@ -465,17 +492,19 @@ def _compare_data(
         progress("compare", passed, total)
 
 
-def measure_moves(a: OpenCheckpoint, b: OpenCheckpoint, progress: Progress) -> dict[str, float]:
-    """Return {tensor: L2 norm of A - B relative to that of B} of the tensors that both have in one shape and whose
-    numbers can be read."""
+def measure_relative_distances(a: OpenCheckpoint, b: OpenCheckpoint, progress: Progress) -> dict[str, float]:
+    """Return {tensor: L2 norm of A - B divided by that of B} for tensors that both have in one shape.
+
+    Tensors of packed and six-bit dtypes are left out.
+    """
     left, right = a.checkpoint.tensors, b.checkpoint.tensors
     names = [n for n, t in left.items() if n in right and t.shape == right[n].shape]
     names = [n for n in names if not {left[n].dtype, right[n].dtype} & {*NOT_TORCHS, *PACKED}]
-    return {found.name: found.moved for found, _ in _compare_data(a, b, names, 0, 0, progress)}
+    return {found.name: found.moved for found, _ in _compare_tensors(a, b, names, 0, 0, progress)}
 
 
-def _are_equal(p: memoryview, q: memoryview) -> bool:
-    """Tell whether two buffers hold the same bytes, by numpy: memoryview's own comparison goes byte by byte."""
+def _are_buffers_equal(p: memoryview, q: memoryview) -> bool:
+    """Tell whether two buffers hold the same bytes; numpy does it faster than memoryview's own comparison."""
     import numpy as np
 
     return bool(np.array_equal(np.frombuffer(p, "u1"), np.frombuffer(q, "u1")))
@@ -498,14 +527,16 @@ def _measure_differences(
     rtol: float,
     atol: float,
 ) -> tuple[bool, float]:
-    """Compare a piece of a tensor and add what differs to `out`; return (whether all of the piece is within the
-    tolerances, the sum of the squares of the differences).
+    """Compare a piece of a tensor in two checkpoints and add its differences to `out`.
 
     Args:
         first: flat index of the first element of the piece.
-        p, q: its bytes in the first and in the second checkpoint.
-        s, t: the tensor there.
+        p, q: bytes of the piece in the first and in the second checkpoint.
+        s, t: the tensor's entries in the two indexes.
         rtol, atol: |p - q| may be atol + rtol * |q|.
+
+    Returns:
+        (whether all of the piece is within the tolerances, the sum of the squares of the differences).
 
     Raises:
         Differs: neither numpy nor torch has the dtype.
@@ -519,7 +550,7 @@ def _measure_differences(
         )
     a, b = numbers(p, s.dtype), numbers(q, t.dtype)
     several = PACKED.get(s.dtype, 1)
-    first, wholes = first * several, _shape_in_numbers(s)
+    first, wholes = first * several, _unpack_shape(s)
     raw_equal = s.dtype == t.dtype
     wide: Any = np.complex128 if "complex" in s.dtype + t.dtype else np.float64
     all_close, squares = True, 0.0
@@ -561,7 +592,7 @@ def _measure_differences(
         out.max_abs = max(out.max_abs, float(finite[top]))
         out.max_rel = max(out.max_rel, float(np.where(np.isnan(rel), 0, rel).max()))
         if raw_equal and "float" in s.dtype and u.dtype.itemsize in (1, 2, 4, 8):
-            _add_ulp(out, u[where], v[where], f, g)
+            _add_ulp_distance(out, u[where], v[where], f, g)
         with np.errstate(all="ignore"):
             ok = (np.isfinite(gap) & (gap <= atol + rtol * np.abs(g))) | both  # no tolerance reaches infinity
             known = gap[~np.isnan(gap)]
@@ -570,9 +601,8 @@ def _measure_differences(
     return all_close, squares
 
 
-def _add_ulp(out: TensorDifference, u: Any, v: Any, f: Any, g: Any) -> None:
-    """Add the largest distance in units in the last place between elements of two float arrays to `out`, and how many
-    of them have opposite signs.
+def _add_ulp_distance(out: TensorDifference, u: Any, v: Any, f: Any, g: Any) -> None:
+    """Update `out.max_ulp` with the distances between elements of two float arrays, and count opposite signs.
 
     Args:
         u, v: the elements, in one dtype.
@@ -586,12 +616,11 @@ def _add_ulp(out: TensorDifference, u: Any, v: Any, f: Any, g: Any) -> None:
     opposite = (np.sign(f) * np.sign(g) < 0) & (np.maximum(np.abs(f), np.abs(g)) >= smallest)
     out.opposite_signs += int(np.count_nonzero(opposite))
     if not opposite.all():
-        out.max_ulp = max(out.max_ulp or 0, _measure_ulp(u[~opposite], v[~opposite]))
+        out.max_ulp = max(out.max_ulp or 0, _measure_max_ulp(u[~opposite], v[~opposite]))
 
 
-def _measure_ulp(u: Any, v: Any) -> int:
-    """Return the largest distance between elements of two float arrays of one dtype, in units in the last place. The
-    order of sign-magnitude bits is the order of the numbers."""
+def _measure_max_ulp(u: Any, v: Any) -> int:
+    """Return the largest distance between elements of two float arrays of one dtype, in units in the last place."""
     import numpy as np
 
     n = u.dtype.itemsize

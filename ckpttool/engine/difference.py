@@ -19,43 +19,45 @@ from blake3 import blake3
 
 from .. import layouts
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, tied_weights
-from ..index.digests import component_roots
+from ..index.digests import compute_component_roots
 from ..options import OpenOptions
 from ..printable import count_noun
 from ..storage.overlay import ComputedSource
-from .computed_files import BoxReader, ComputedFiles, choose_page
+from .computed_files import BoxReader, ComputedFiles, choose_page_size
 from .copy.fill import silent
 from .copy.tensor_digests import tensor_digests
-from .opening import CheckpointPath, MergedCheckpoint, OpenCheckpoint, drop_other_layout, open_checkpoint
+from .opening import CheckpointPath, MergedCheckpoint, OpenCheckpoint, drop_unfit_source_layout, open_checkpoint
 
 __all__ = ["open_difference"]
 
 
 def open_difference(src: CheckpointPath, options: OpenOptions, model: layouts.ModelHints) -> MergedCheckpoint:
-    """Open the difference of a checkpoint to the one at `options.difference_to`.
+    """Open the bytewise difference (XOR) of `src` and the checkpoint at `options.difference_to` as one checkpoint.
 
     Args:
-        src: the newer one.
+        src: the newer checkpoint.
         model: what `model_of(options)` returns.
 
     Raises:
-        CkpttoolError: one of them cannot be read.
+        CkpttoolError: one of the two cannot be read.
     """
     assert options.difference_to is not None
     plain, opened = replace(options, difference_to=None), list[OpenCheckpoint]()
     try:
         for path in (src, options.difference_to):
-            opened.append(open_checkpoint(path, drop_other_layout(path, plain), model, False))
-        return _subtract(*opened)
+            opened.append(open_checkpoint(path, drop_unfit_source_layout(path, plain), model, False))
+        return _build_difference(*opened)
     except BaseException:
         for one in opened:
             one.source.close()
         raise
 
 
-def _subtract(new: OpenCheckpoint, old: OpenCheckpoint) -> MergedCheckpoint:
-    """Make the index of the difference of two checkpoints; of the old one, tensors that nothing is the difference to
-    are read for their digests."""
+def _build_difference(new: OpenCheckpoint, old: OpenCheckpoint) -> MergedCheckpoint:
+    """Build the difference of two checkpoints as one checkpoint; its tensors are computed when they are read.
+
+    Tensors of `old` that no tensor of `new` is compared with are read here, for their digests.
+    """
     after, before = new.locate(), old.locate()
     ties, files = tied_weights(after.tensors), ComputedFiles(after)
     facts, aliases = _Facts(after, before, ties), {n: [n] for n in after.tensors}
@@ -69,7 +71,7 @@ def _subtract(new: OpenCheckpoint, old: OpenCheckpoint) -> MergedCheckpoint:
         if of is None or (of.dtype, of.shape) != (t.dtype, t.shape):
             origin, of = None, None
         facts.add(name, origin)
-        page = choose_page([t] if of is None else [t, of])
+        page = choose_page_size([t] if of is None else [t, of])
         compute = _Difference(name, t, origin, of, readers, facts).compute
         place = files.add(f"{name} (delta)", t.dtype, t.shape, compute, page, 3 * ITEMSIZE[t.dtype])
         tensors[name] = replace(t, chunks=Chunks.whole(t.shape, *place))
@@ -108,18 +110,23 @@ class _Facts:
         self.data: dict[str, Any] = {"base": "", "result": "", "base_tensors": {}, "tensors": {}}
 
     def add(self, name: str, origin: str | None) -> None:
-        """Add a tensor and the one of the old checkpoint that it is the difference to, None for none."""
+        """Add a tensor of the new checkpoint.
+
+        Args:
+            origin: the tensor of the old checkpoint that it is XORed with; None if it is stored as it is.
+        """
         self.origins[name] = origin
         if origin is not None:
             self.used.add(origin)
 
     def list_unused(self) -> list[str]:
-        """List the tensors of the old checkpoint that nothing is the difference to, nor to one with the same bytes."""
+        """List the tensors of the old checkpoint whose bytes are not XORed with any new tensor; empty tensors are
+        left out."""
         read = {self.old_ties.get(n, n) for n in self.used}
         return [n for n in self.before.tensors if n not in self.old and self.old_ties.get(n, n) not in read]
 
     def note_old(self, name: str, digest: str) -> None:
-        """Note the digest of a tensor of the old checkpoint, and of those with the same bytes."""
+        """Record the digest of a tensor of the old checkpoint, also for the tensors tied to it."""
         same = self.old_ties.get(name, name)
         self.old |= dict.fromkeys([name, same, *(n for n, m in self.old_ties.items() if m == same)], digest)
         self.complete()
@@ -130,17 +137,22 @@ class _Facts:
         self.complete()
 
     def complete(self) -> None:
-        """Write down what is said, once all digests are known."""
+        """Fill `data` with root digests and digests of tensors, if those of all tensors are known; otherwise do
+        nothing."""
         if len(self.old) < len(self.before.tensors) or len(self.new) + len(self.ties) < len(self.after.tensors):
             return
         digests = {n: self.new[self.ties.get(n, n)] for n in self.after.tensors}
-        self.data["base"] = component_roots(self.before.tensors, self.old)["all"]
-        self.data["result"] = component_roots(self.after.tensors, digests)["all"]
+        self.data["base"] = compute_component_roots(self.before.tensors, self.old)["all"]
+        self.data["result"] = compute_component_roots(self.after.tensors, digests)["all"]
         self.data["base_tensors"] = {n: [t.dtype, list(t.shape), self.old[n]] for n, t in self.before.tensors.items()}
         self.data["tensors"] = {n: [self.origins[self.ties.get(n, n)], d] for n, d in digests.items()}
 
     def describe(self, where: str) -> str:
-        """Return a sentence on what the delta is made from, besides the checkpoint at `where`."""
+        """Return a note on what the delta was made from.
+
+        Args:
+            where: path of the old checkpoint.
+        """
         whole = sum(origin is None for origin in self.origins.values())
         gone = len(self.before.tensors.keys() - self.after.tensors.keys())
         said = [f"the difference to {where}: {count_noun(len(self.origins), 'tensor')}"]
@@ -165,14 +177,15 @@ class _Difference:
         self._origin, self._at, self._hashes = origin, 0, (blake3(), blake3())
 
     def compute(self, first: int, end: int) -> Any:
-        """Compute elements [first, end); digests are of a pass from the first to the last one."""
+        """Compute elements [first, end) of the XOR; calls from the first element to the last, in order, also hash
+        both tensors."""
         if first == 0:
             self._at, self._hashes = 0, (blake3(), blake3())
         x = self._readers[0].read_range(self._new, first, end)
-        self._hash(0, first, x)
+        self._update_digest(0, first, x)
         if self._old is not None:
             y = self._readers[1].read_range(self._old, first, end)
-            self._hash(1, first, y)
+            self._update_digest(1, first, y)
             a = x.view("u1")
             a ^= y.view("u1")
         if first == self._at:
@@ -183,7 +196,8 @@ class _Difference:
                     self._facts.note_old(self._origin, self._hashes[1].hexdigest())
         return x
 
-    def _hash(self, which: int, first: int, data: Any) -> None:
-        """Add a page to the digest of the new tensor, or of the old one, if it follows on those before."""
+    def _update_digest(self, which: int, first: int, data: Any) -> None:
+        """Add a page to the digest of the new tensor (`which` 0) or the old one (1), if it follows the previous
+        page."""
         if first == self._at:
             self._hashes[which].update(data.view("u1").data)

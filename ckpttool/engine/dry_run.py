@@ -8,14 +8,14 @@ from typing import Any
 
 from ..options import OpenOptions, RunOptions, SizeRequest, WriteRequest
 from ..storage import upload, urls
-from .conversion import PYTHON_BYTES, choose_io_budget, most_memory_bytes
+from .conversion import PYTHON_BYTES, choose_io_budget, compute_peak_memory
 from .copy.tensor_digests import reporting
-from .destination import can_share, check_destination, normalise_destination
-from .memory import size_job
+from .destination import can_fill_in_parallel, check_destination, normalise_destination
+from .memory import compute_job_memory
 from .opening import CheckpointPath, MergedCheckpoint
 from .plan_files import save_plan
-from .planning import Plan, choose_dtype, plan_conversion, read_map
-from .workers.coordinator import why_one_process
+from .planning import Plan, make_dtype_chooser, plan_conversion, with_map_text
+from .workers.coordinator import explain_one_process
 from .workers.executors import describe_workers
 from .workers.part_requests import describe_job
 
@@ -80,16 +80,16 @@ def estimate_conversion(
     running: RunOptions,
     plan_file: str | None = None,
 ) -> DryRun:
-    """Estimate what a conversion would read, write and take; write nothing but the plan.
+    """Estimate what a conversion would read and write, its memory and its time; write nothing but the plan file.
 
     Args:
-        reading, writing, running: the keywords of `convert`, by what they are about.
-        plan_file: where the plan is saved for `apply`; None: nowhere.
+        reading, writing, running: the keywords of `convert`, as `split_keywords` returns them.
+        plan_file: where to save the plan for `apply`; None to save none.
 
     Raises:
         CkpttoolError: whatever `convert` would refuse before it begins to copy, or the plan cannot be saved.
     """
-    writing = read_map(writing)
+    writing = with_map_text(writing)
     with reporting(running.progress), plan_conversion(src, dst, reading, writing) as planned:
         opened, draft = planned.opened, planned.draft
         free = check_destination(src, dst, planned, running.force)
@@ -99,7 +99,7 @@ def estimate_conversion(
         inputs = len(opened.parts) if reading.average is not None and isinstance(opened, MergedCheckpoint) else 1
         read = inputs * sum(t.nbytes for t in draft.sources.values()) + (draft.nbytes if running.verify else 0)
         read += (opened.checkpoint.quantized or {}).get("more_to_read", 0)
-        each = most_memory_bytes(budget, opened.source)
+        each = compute_peak_memory(budget, opened.source)
         if urls.is_url(os.fspath(dst)):
             each += upload.SIZES.in_flight_bytes + upload.SIZES.buffered_bytes
         workers, memory, notes = _estimate_workers(src, os.fspath(dst), reading, writing, running, planned, each)
@@ -123,12 +123,16 @@ def estimate_conversion(
             changed=[{"name": n, "how": how} for n, how in planned.account.changed.items()],
             notes=[*opened.checkpoint.notes, *draft.notes, *notes, *opened.note_unproved("the conversion")],
             not_read=[r.to_json() for r in opened.checkpoint.unread],
-            memory=_size_job_of(planned),
+            memory=_estimate_job_memory(planned),
         )
 
 
-def _size_job_of(planned: Plan) -> dict[str, Any] | None:
-    """Compute what a job takes that loads the destination of a plan, as `DryRun.memory` has it."""
+def _estimate_job_memory(planned: Plan) -> dict[str, Any] | None:
+    """Compute the memory of a job that loads the destination of a plan, as `DryRun.memory` describes it.
+
+    None if the layout does not belong to one sharding strategy, the job uses tensor or expert parallelism, the world
+    size is not known, or the checkpoint has no weights.
+    """
     sharding, ranks = planned.target.sharding, planned.draft.checkpoint.world_size
     ckpt, writing = planned.opened.checkpoint, planned.writing
     mesh = getattr(writing.options, "sizes", None)
@@ -136,11 +140,11 @@ def _size_job_of(planned: Plan) -> dict[str, Any] | None:
         ranks = mesh.replica if mesh.tp == mesh.ep == 1 else None
     if sharding is None or not ranks or not any(t.component == "model" for t in ckpt.tensors.values()):
         return None
-    cast = choose_dtype(writing.dtype, writing.cast or {})
+    cast = make_dtype_chooser(writing.dtype, writing.cast or {})
     tensors = {n: replace(t, dtype=cast(n, t.dtype)) for n, t in ckpt.tensors.items()}
     precision = {None: "saved", "fp32": "fp32"}.get(getattr(writing.options, "precision", None), "mixed")
     request = SizeRequest(fits=str(ranks), strategy=[sharding], precision=precision)
-    found = size_job(replace(ckpt, tensors=tensors), request)
+    found = compute_job_memory(replace(ckpt, tensors=tensors), request)
     return {**found.rows[0], "optimizer_is": found.optimizer}
 
 
@@ -168,7 +172,7 @@ def _estimate_workers(
         return None, each, []
     job = describe_job(src, dst, reading, writing, "") if source.has_versions() else None
     dst = normalise_destination(dst)
-    why = why_one_process(draft, job, can_share(dst, planned.target.is_file, draft), urls.is_url(dst))
+    why = explain_one_process(draft, job, can_fill_in_parallel(dst, planned.target.is_file, draft), urls.is_url(dst))
     if why is not None:
         return None, each, [] if spec is None else [f"workers would not be used: {why}"]
     here = 0

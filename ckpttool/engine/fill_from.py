@@ -17,25 +17,26 @@ from ..index.records import Records
 from ..storage.overlay import JoinedSource, name_in_joined
 from .opening import OpenCheckpoint, OpenOptions, open_checkpoint, show_path
 
-__all__ = ["fill_from_other"]
+__all__ = ["fill_missing_entries"]
 
 
-def fill_from_other(opened: OpenCheckpoint, path: str, only: tuple[str, ...] | None) -> OpenCheckpoint:
-    """Return a salvaged checkpoint with the tensors and values that it lacks and that the one at `path` has. To close
-    the result closes both.
+def fill_missing_entries(opened: OpenCheckpoint, path: str, only: tuple[str, ...] | None) -> OpenCheckpoint:
+    """Return a salvaged checkpoint with the tensors and values that it lacks, taken from the one at `path`.
+
+    Closing the result closes both.
 
     Args:
         only: components to fill in; None for all.
 
     Raises:
-        Unsupported: the other one is of another model, or was salvaged itself.
+        Unsupported: the checkpoint at `path` is of another model, or was salvaged itself.
         CkpttoolError: it cannot be opened.
     """
     ckpt = opened.locate()
     other = open_checkpoint(path, OpenOptions(only=None))
     try:
         theirs = other.locate()
-        _refuse_other_run(ckpt, theirs, path)
+        _refuse_unfit_filler(ckpt, theirs, path)
     except BaseException:
         other.source.close()
         raise
@@ -91,15 +92,15 @@ def fill_from_other(opened: OpenCheckpoint, path: str, only: tuple[str, ...] | N
     return replace(opened, checkpoint=filled, source=JoinedSource(opened.source, other.source))
 
 
-def _refuse_other_run(ckpt: Checkpoint, theirs: Checkpoint, path: str) -> None:
-    """Refuse a checkpoint that is of another model, or was salvaged itself.
+def _refuse_unfit_filler(ckpt: Checkpoint, theirs: Checkpoint, path: str) -> None:
+    """Raise if missing entries cannot be filled from a checkpoint.
 
     Args:
-        ckpt: the one that is to be filled.
-        theirs: the one that is judged; `path` is where it lies.
+        ckpt: the checkpoint that is to be filled.
+        theirs: the checkpoint to fill it from; `path` is its path, for messages.
 
     Raises:
-        Unsupported: with what shows it.
+        Unsupported: `theirs` is of another model, or was salvaged itself.
     """
     if theirs.salvage is not None and (theirs.salvage.missing or theirs.salvage.rebuilt):
         raise Unsupported(

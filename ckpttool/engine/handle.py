@@ -69,7 +69,7 @@ def make_handle(opened: OpenCheckpoint, name: str) -> TensorHandle:
 
 
 def _suggest_names(ckpt: Checkpoint, name: str) -> str:
-    """Return a text for the end of a message that suggests names like one that the checkpoint does not have."""
+    """Return the end of an error message: up to three names similar to `name`, or a hint at keys()."""
     from difflib import get_close_matches
 
     tail = [n for n in ckpt.tensors if isinstance(name, str) and n.endswith(f".{name}")]
@@ -236,7 +236,7 @@ class TensorHandle:
         if not nbytes:
             return np.empty(0, "u1")
         files, records, entry = self._locate_box(start, shape)
-        reader = Reader(self._opened.source, files, records, _choose_budget(nbytes))
+        reader = Reader(self._opened.source, files, records, _choose_read_budget(nbytes))
         if entry.chunks.zstd:
             out = np.empty(nbytes, "u1")
             self._read_compressed(reader, entry, (start, shape), out)
@@ -245,8 +245,14 @@ class TensorHandle:
         return reader.read([StreamJob(self.name, part)])
 
     def _read_compressed(self, reader: Reader, entry: TensorEntry, box: _Box, out: _Array) -> None:
-        """Read the bytes of a box into `out`, row-major, from chunks of which some are compressed: one after the other,
-        up to the last slab that is needed."""
+        """Read a box of a tensor with zstd chunks into `out`.
+
+        Each chunk is decompressed from its beginning until all of the box that lies in it was read.
+
+        Args:
+            box: (start, shape).
+            out: gets the bytes of the box, row-major.
+        """
         import numpy as np
 
         item = np.dtype(f"V{ITEMSIZE[entry.dtype]}")
@@ -293,18 +299,18 @@ class TensorHandle:
         return ckpt.files, ckpt.records, entry
 
 
-def _choose_budget(nbytes: int) -> IOBudget:
-    """Choose threads and buffers for reading `nbytes`: small ones for small reads."""
+def _choose_read_budget(nbytes: int) -> IOBudget:
+    """Choose threads and buffers for reading `nbytes`: the default from 8 MiB on, one thread and small buffers
+    below."""
     return IOBudget() if nbytes >= _LARGE else IOBudget(1, 256 << 10)
 
 
 def cut_chunks(entry: TensorEntry, box: _Box) -> Chunks:
-    """Cut the chunks of a tensor to a box (start, shape); their places in the result count from the start of the
-    box."""
+    """Cut the chunks of a tensor to a box (start, shape), and return them with starts relative to that of the box."""
     item = ITEMSIZE[entry.dtype]
     out = Chunks(len(box[1]))
     chunk: Chunk
-    for chunk in _keep_meeting(entry.chunks, box):
+    for chunk in _select_overlapping_chunks(entry.chunks, box):
         both = boxes.intersect((chunk.start, chunk.shape), box)
         if both is None:
             continue
@@ -319,8 +325,8 @@ def cut_chunks(entry: TensorEntry, box: _Box) -> Chunks:
     return out
 
 
-def _keep_meeting(chunks: Chunks, box: _Box) -> Iterable[Chunk]:
-    """Return the chunks that may meet a box (start, shape); of a few chunks, all."""
+def _select_overlapping_chunks(chunks: Chunks, box: _Box) -> Iterable[Chunk]:
+    """Return the chunks that overlap a box (start, shape); of fewer than 16 chunks, all without a check."""
     if len(chunks) < _FEW or not chunks.ndim:
         return chunks
     import numpy as np
@@ -344,10 +350,14 @@ def _has_step(i: int | slice) -> bool:
 def parse_index(
     index: _Index, shape: tuple[int, ...], name: str
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int | slice, ...]]:
-    """Parse the index of a tensor of this shape and name into the smallest box that holds what it selects.
+    """Find the smallest box of a tensor that contains all elements that an index selects.
+
+    Args:
+        shape, name: of the tensor.
 
     Returns:
-        (start of the box, its shape, what selects the elements in the box); the last is () where all of it is selected.
+        (start of the box, its shape, the index that selects the elements in the box); the last is () if it is the
+        complete box.
 
     Raises:
         IndexError: the index is outside the tensor, has too many dimensions, or two "...".

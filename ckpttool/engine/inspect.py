@@ -14,13 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ..errors import CkpttoolError, DestinationExists, UsageError, argument
-from ..formats.shown_values import instances_in, readable
+from ..formats.shown_values import list_instance_classes, to_readable
 from ..huggingface import encodings, lora, model_files
-from ..index.checkpoint import PACKED, Checkpoint, TensorEntry, orphaned_optimizer_state, unnamed_optimizer_state
-from ..index.composites import MARK, composites, describe_composites, describe_unwrapped
-from ..index.fqns import fold_name
+from ..index.checkpoint import (
+    PACKED,
+    Checkpoint,
+    TensorEntry,
+    find_orphaned_optimizer_state,
+    find_unnamed_optimizer_state,
+)
+from ..index.composites import MARK, describe_composites, describe_unwrapped, find_composites
+from ..index.fqns import mask_name_numbers
 from ..index.names import step_count
-from ..index.optimizers import describe_lost_slots, find_optimizers, find_per_rank_slots
+from ..index.optimizers import describe_lost_slots, find_lost_slots, find_optimizers
 from ..index.selection import NOT_RESUMED, EntrySelection
 from ..index.weight_sets import describe_weight_sets
 from ..options import SearchPart, SizeRequest, list_keywords
@@ -28,9 +34,9 @@ from ..printable import count_noun, list_first, printable
 from ..program import Advice
 from ..storage import urls
 from ..storage.source import Source
-from ..storage.whole_file import write_whole
+from ..storage.whole_file import write_text_file
 from .discover.next_steps import next_step
-from .discover.unread_files import human, listed
+from .discover.unread_files import describe_files, human
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_checkpoint, show_path
 
 if TYPE_CHECKING:
@@ -132,17 +138,18 @@ class Summary:
         *,
         force: bool = False,
     ) -> None:
-        """Write the page of `to_html` to a file, which is complete or is not written.
+        """Write the page of `to_html` to a file, completely or not at all.
 
         Args:
-            force: replace a file that is there.
+            statistics, difference: as `to_html`.
+            force: replace an existing file.
 
         Raises:
             DestinationExists: there is a file, and `force` is not set.
             UsageError: the file is a part of the checkpoint, or cannot be written.
         """
         check_page_file(file, self.path, force)
-        write_whole(Path(file), self.to_html(statistics, difference), make=False)
+        write_text_file(Path(file), self.to_html(statistics, difference), make=False)
 
     def __repr__(self) -> str:
         step = "" if self.step is None else f", step {self.step:,}"
@@ -158,11 +165,15 @@ class Summary:
 
 
 def check_page_file(file: str | os.PathLike[str], source: str, force: bool) -> None:
-    """Refuse to write a page to a file that is there, unless `force` is set, or that is in the checkpoint at `source`,
-    which must not change.
+    """Raise if a page cannot be written to a file.
+
+    Args:
+        source: path or URL of the checkpoint; no file in it may be replaced.
+        force: whether an existing file may be replaced.
 
     Raises:
-        DestinationExists, UsageError: with why.
+        DestinationExists: there is a folder, or a file and `force` is not set.
+        UsageError: it is a URL, or lies in the checkpoint.
     """
     where, inside = os.path.realpath(file), os.path.realpath(source)
     if urls.is_url(file):
@@ -201,11 +212,14 @@ def inspect(
     headers only.
 
     Args:
-        fits: devices, "8x80GB", or "4x8x80GB" for 4 nodes of 8: `memory` says what training takes on each.
-        strategy: of that, only these: "ddp", "zero1", "zero2", "zero3", "fsdp2", "hsdp".
+        fits: devices of a job, "8x80GB", or "4x8x80GB" for 4 nodes of 8: `Summary.memory` says what training takes on
+            each.
+        strategy: the sharding strategies to compute that for: "ddp", "zero1", "zero2", "zero3", "fsdp2", "hsdp"; None
+            for all.
         precision: dtypes of that job: "saved" (those of the checkpoint), "fp32", "mixed" or "bf16".
-        optimizer: of that job: "saved", "adamw", "sgd" or "none"; where None, that of the checkpoint, or "adamw" if it
-            has none. (the others): as `open`.
+        optimizer: of that job: "saved", "adamw", "sgd" or "none"; None for that of the checkpoint, or "adamw" if it has
+            none.
+        (the others): as `open`.
     """
     sizes = SizeRequest(fits=fits, strategy=strategy, precision=precision, optimizer=optimizer)
     options = OpenOptions(only=only, weights=weights, allow_equal_ranks=True, allow_mixed_steps=True, **reading)
@@ -218,11 +232,11 @@ def summarise(
     path: str | os.PathLike[str],
     sizes: SizeRequest = SizeRequest(),  # noqa: B008
 ) -> Summary:
-    """Summarise an open checkpoint. Where only some components were opened, what is missing is not listed.
+    """Summarise an open checkpoint. If only a part of it was opened, missing state is not listed.
 
     Args:
-        path: where the checkpoint lies, for people.
-        sizes: a job whose memory is computed, if it has devices.
+        path: path or URL of the checkpoint, for messages.
+        sizes: a job whose memory is computed, if its `fits` is set.
     """
     ckpt, only = opened.checkpoint, opened.selection.only
     components: dict[str, dict[str, Any]] = {}
@@ -238,7 +252,7 @@ def summarise(
     order = ("model", "optim", "scheduler", "scaler", "rng", "dataloader", "trainer", "extra")
     wrong = opened.describe_sampled_masters()
     shown = urls.redact_url(os.fspath(path)) if urls.is_url(path) else os.fspath(path)
-    following = _describe_next(opened, shown)
+    following = _describe_next_step(opened, shown)
     if wrong and "resumes" in following:  # a job would, with the wrong numbers
         following = Advice(ckpt, shown).convert("--only model")
     return Summary(
@@ -256,7 +270,7 @@ def summarise(
         missing=_list_missing(ckpt) if opened.selection == EntrySelection() else [],
         notes=[
             *ckpt.notes,
-            *_list_notes(ckpt),
+            *_make_notes(ckpt),
             *([wrong] if wrong else ()),
             *([f"only {', '.join(only)} was looked at"] if only is not None else []),
         ],
@@ -265,22 +279,26 @@ def summarise(
         adapter=_describe_adapter(ckpt, opened.source),
         encoding=_describe_encoding(opened),
         weights=describe_weight_sets(ckpt) if ckpt.derived is None else [],
-        memory=_size_job(ckpt, sizes),
+        memory=_compute_job_memory(ckpt, sizes),
         index=ckpt,
     )
 
 
-def _size_job(ckpt: Checkpoint, sizes: SizeRequest) -> JobMemory | None:
-    """Compute what a job takes; None where no devices were given."""
+def _compute_job_memory(ckpt: Checkpoint, sizes: SizeRequest) -> JobMemory | None:
+    """Compute the memory of a training job; None if the request names no devices."""
     if sizes.fits is None:
         return None
-    from .memory import size_job
+    from .memory import compute_job_memory
 
-    return size_job(ckpt, sizes)
+    return compute_job_memory(ckpt, sizes)
 
 
-def _describe_next(opened: OpenCheckpoint, path: str) -> str:
-    """Return one line of advice on what to do with a checkpoint, or with the part of it that was opened."""
+def _describe_next_step(opened: OpenCheckpoint, path: str) -> str:
+    """Return one line of advice on what to do with a checkpoint, or with the part of it that was opened.
+
+    Args:
+        path: path or URL of the checkpoint, for the commands in it.
+    """
     record = opened.recorded()
     if opened.selection.by_component and (record is None or record.selection is None):
         return next_step(opened.checkpoint, path)
@@ -366,9 +384,11 @@ def _describe_optimizer(ckpt: Checkpoint) -> dict[str, Any] | None:
     return {"kind": kind, "kinds": kinds, "slots": slots, "groups": [groups[i] for i in sorted(groups)]}
 
 
-def _note_instances(ckpt: Checkpoint) -> list[str]:
-    """Return a note on values that hold instances of classes; [] where none does."""
-    found = {n: classes for n, v in ckpt.values.items() if v.path[-1] != MARK and (classes := instances_in(v.data))}
+def _describe_instances(ckpt: Checkpoint) -> list[str]:
+    """Return a list with one note on values that hold instances of classes; [] if none does."""
+    found = {
+        n: classes for n, v in ckpt.values.items() if v.path[-1] != MARK and (classes := list_instance_classes(v.data))
+    }
     if not found:
         return []
     named = list(dict.fromkeys(str(cls) for classes in found.values() for cls in classes))
@@ -377,15 +397,15 @@ def _note_instances(ckpt: Checkpoint) -> list[str]:
     return [f"{count}: {shown}, first {next(iter(found))}"]
 
 
-def _list_notes(ckpt: Checkpoint) -> list[str]:
-    """List notes on values that are objects, on optimizer state that was lost, and on what the weights are because of
-    the optimizer (schedule-free)."""
+def _make_notes(ckpt: Checkpoint) -> list[str]:
+    """Return notes on values that are objects, on lost optimizer state, and on which weights a schedule-free model
+    has."""
     objects = [
-        *_note_instances(ckpt),
-        *describe_composites(composites(ckpt)),
+        *_describe_instances(ckpt),
+        *describe_composites(find_composites(ckpt)),
         *describe_unwrapped(ckpt.tensors.values()),
     ]
-    if lost := find_per_rank_slots(ckpt):
+    if lost := find_lost_slots(ckpt):
         return [*objects, describe_lost_slots(ckpt, lost)]
     if not any(state.name.startswith("schedule-free") for state in find_optimizers(ckpt)):
         return objects
@@ -402,8 +422,8 @@ def _list_notes(ckpt: Checkpoint) -> list[str]:
 
 
 def _list_missing(ckpt: Checkpoint) -> list[str]:
-    """List what a resume would need and what is missing, in sentences; also what of the model is not in the
-    optimizer."""
+    """List, in sentences, what a resume would need and the checkpoint lacks, and where model and optimizer do not
+    match."""
     out: list[str] = []
     have = {ckpt.component(n) for n in [*ckpt.tensors, *ckpt.values]}
     if "model" not in have:
@@ -411,7 +431,7 @@ def _list_missing(ckpt: Checkpoint) -> list[str]:
     if "optim" not in have:
         out.append(_explain_no_optimizer(ckpt))
         return out
-    if odd := orphaned_optimizer_state(ckpt):
+    if odd := find_orphaned_optimizer_state(ckpt):
         out.append(
             f"the optimizer has state for {count_noun(len(odd), 'parameter')} that the model does not "
             f"have, first {odd[0]}"
@@ -443,12 +463,13 @@ def _explain_no_optimizer(ckpt: Checkpoint) -> str:
     aside = [r for r in ckpt.unread if r.component == "optim"]
     if aside:
         return (
-            f"the optimizer state was not read: it is in {listed(aside)}, which the layout {ckpt.layout} does not "
+            f"the optimizer state was not read: it is in {describe_files(aside)}, which the layout {ckpt.layout} does "
+            "not "
             "include"
         )
     if aside := [r for r in ckpt.unread if r.component == "extra"]:
-        return f"no optimizer state in the files that were read; not looked into: {listed(aside)}"
-    if data := unnamed_optimizer_state(ckpt):
+        return f"no optimizer state in the files that were read; not looked into: {describe_files(aside)}"
+    if data := find_unnamed_optimizer_state(ckpt):
         return (
             f"the optimizer does not have the names of the weights, so its {len(data)} tensors are carried as data: "
             "its own trainer resumes with them, other engines start with a new optimizer"
@@ -457,8 +478,13 @@ def _explain_no_optimizer(ckpt: Checkpoint) -> str:
 
 
 def describe_chunks(ckpt: Checkpoint, names: Iterable[str]) -> list[dict[str, Any]]:
-    """Describe the tensors with these names as plain data: "name", "dtype", "shape", "numbers" (how many, also where
-    several share bytes), "bytes", "chunks" (how many), and "where", the place of each of the first 64 chunks."""
+    """Describe tensors and where their bytes are, as plain data.
+
+    Returns:
+        For each name {"name", "dtype", "shape", "numbers": how many, "bytes", "chunks": how many, "where"}. "where"
+        lists the first 64 chunks as {"start", "shape", "file", "offset", "length"}. For packed dtypes, "numbers" counts
+        all numbers in an element.
+    """
     out = []
     for n in names:
         t = ckpt.tensors[n]
@@ -486,11 +512,15 @@ def describe_chunks(ckpt: Checkpoint, names: Iterable[str]) -> list[dict[str, An
 
 
 def fold_tensors(ckpt: Checkpoint) -> list[dict[str, Any]]:
-    """Describe tensors whose names differ only in numbers as one: "name" ("layers.#.weight"), "tensors" (how many),
-    "dtypes" and "shapes" {which: how many}, a shape as "131x36", "numbers" and "bytes" of all."""
+    """Describe the tensors of a checkpoint, with one row for those whose names differ only in numbers.
+
+    Returns:
+        Rows {"name": "layers.#.weight", "tensors": how many, "dtypes": {dtype: tensors}, "shapes": {shape such as
+        "131x36": tensors}, "numbers", "bytes"}; the last two are sums.
+    """
     out: dict[str, dict[str, Any]] = {}
     for name, t in ckpt.tensors.items():
-        folded = fold_name(name)
+        folded = mask_name_numbers(name)
         row = out.setdefault(
             folded, {"name": folded, "tensors": 0, "dtypes": {}, "shapes": {}, "numbers": 0, "bytes": 0}
         )
@@ -611,17 +641,17 @@ def draw_tree(ckpt: Checkpoint) -> RenderableType:
     top: dict[str, Any] = {}
     for t in ckpt.tensors.values():
         keys = [k for p in t.path for k in (p.split(".") if isinstance(p, str) else [str(p)])]
-        _branch_of(top, keys)[keys[-1]] = t
+        _get_parent_branch(top, keys)[keys[-1]] = t
     for v in ckpt.values.values():
         keys = [str(p) for p in v.path]
-        _branch_of(top, keys).setdefault(keys[-1], _name_branches(readable(v.data)))
-    _grow_branch(root, top)
+        _get_parent_branch(top, keys).setdefault(keys[-1], _stringify_keys(to_readable(v.data)))
+    _add_branches(root, top)
     return root
 
 
-def _branch_of(top: dict[str, Any], keys: list[str]) -> dict[str, Any]:
-    """Return the dict inside `top` that the last of `keys` belongs in, following the others; dicts that are not there
-    yet are made."""
+def _get_parent_branch(top: dict[str, Any], keys: list[str]) -> dict[str, Any]:
+    """Return the dict in the tree `top` that holds the last of `keys`; dicts for the keys before it are made if
+    missing."""
     at = top
     for k in keys[:-1]:
         inner = at.setdefault(k, {})
@@ -629,20 +659,21 @@ def _branch_of(top: dict[str, Any], keys: list[str]) -> dict[str, Any]:
     return at
 
 
-def _name_branches(x: Any) -> Any:
-    """Return a value in which the keys of its dicts are text; anything else, and an empty dict, stays as it is."""
-    return {str(k): _name_branches(v) for k, v in x.items()} if isinstance(x, dict) and x else x
+def _stringify_keys(x: Any) -> Any:
+    """Return a value with the keys of its dicts, also nested ones, as text; other values and empty dicts are
+    unchanged."""
+    return {str(k): _stringify_keys(v) for k, v in x.items()} if isinstance(x, dict) and x else x
 
 
-def _describe_shape(x: Any) -> Any:
-    """Return a description of a part of a tree of names; blocks that are alike have equal ones."""
+def _make_structure_key(x: Any) -> Any:
+    """Return a description of a branch of names, equal for branches with the same names, dtypes, shapes and values."""
     if isinstance(x, dict):
-        return tuple((k, _describe_shape(v)) for k, v in x.items())
+        return tuple((k, _make_structure_key(v)) for k, v in x.items())
     return (x.dtype, x.shape) if isinstance(x, TensorEntry) else repr(x)
 
 
-def _grow_branch(node: Any, x: dict[str, Any]) -> None:
-    """Add the entries of `x` to a node of rich's tree, and to nodes below it."""
+def _add_branches(node: Any, x: dict[str, Any]) -> None:
+    """Add the entries of a dict to a node of rich's tree, recursively; numbered entries that are alike become one."""
     from rich.markup import escape
 
     items = list(x.items())
@@ -657,13 +688,13 @@ def _grow_branch(node: Any, x: dict[str, Any]) -> None:
                 while (
                     j < len(items)
                     and items[j][0].isdecimal()
-                    and _describe_shape(items[j][1]) == _describe_shape(value)
+                    and _make_structure_key(items[j][1]) == _make_structure_key(value)
                 ):
                     j += 1
             label = f"[cyan]{escape(printable(key))}[/]" + (
                 f" .. [cyan]{items[j - 1][0]}[/] ({j - i} alike)" if j - i > 1 else ""
             )
-            _grow_branch(node.add(label), value)
+            _add_branches(node.add(label), value)
             i = j
             continue
         if isinstance(value, TensorEntry):

@@ -10,15 +10,15 @@ from typing import Unpack
 from .. import layouts
 from ..options import ARCHIVE_LAYOUT, DeltaKeywords, list_keywords, split_keywords
 from .conversion import ConvertResult, run_conversion
-from .destination import normalise_destination, refuse_source
+from .destination import normalise_destination, refuse_overlapping_destination
 from .opening import OpenCheckpoint
-from .own_deltas import facts_of, open_own_delta
-from .workers.part_requests import absolute_path
+from .own_deltas import get_delta_facts, open_own_delta
+from .workers.part_requests import make_absolute
 
 __all__ = ["delta"]
 
 
-def _open_made(dst: str | os.PathLike[str]) -> OpenCheckpoint:
+def _open_written_delta(dst: str | os.PathLike[str]) -> OpenCheckpoint:
     """Open the delta that was written to a path or URL."""
     made = open_own_delta(layouts.place(dst))
     assert made is not None
@@ -34,33 +34,34 @@ def delta(
     level: int = 3,
     **keywords: Unpack[DeltaKeywords],
 ) -> ConvertResult:
-    """Write what makes one checkpoint of another, in any layouts: `convert(old, ..., apply=[dst])` writes the new one,
-    bit for bit.
+    """Write the delta between two checkpoints, in any layouts, from which `convert(old, ..., apply=[dst])` writes the
+    new one, bit for bit.
 
     It is an archive of the bytes of both XORed, in byte planes and zstd, with the digests of every tensor of both.
 
     Args:
-        old: the checkpoint that it is applied to later.
-        new: the checkpoint that comes out then.
+        old: the checkpoint that the delta will be applied to.
+        new: the checkpoint that the delta produces.
         dst: the file or URL to write, named *.tar.zst.
-        level: of zstd, from 1 to 19.
-        only: components to compare: the weights, ["model"], where None; ["model", "optim", ...] for more of the state,
-            with the values of the new one. (the others): as `convert`.
+        level: compression level of zstd, from 1 to 19.
+        only: components to compare; None for the weights, ["model"]; ["model", "optim", ...] for more of the state,
+            with the values of the new one.
+        (the others): as `convert`.
 
     Returns:
-        What was written; its `digest` has the roots of both: {"base", "result"}.
+        The result of writing `dst`; its `digest` has the root digests of both: {"base", "result"}.
 
     Raises:
-        CkpttoolError: one of them cannot be read, or the delta not be written.
+        CkpttoolError: one of the two cannot be read, or the delta cannot be written.
     """
     reading, writing, running = split_keywords(keywords)
-    before = absolute_path(os.fspath(old))
-    refuse_source(before, normalise_destination(dst))
+    before = make_absolute(os.fspath(old))
+    refuse_overlapping_destination(before, normalise_destination(dst))
     kind = layouts.find(ARCHIVE_LAYOUT).options
     assert kind is not None
     reading = replace(reading, difference_to=before, only=reading.only or ("model",))
     writing = replace(writing, to=ARCHIVE_LAYOUT, options=kind(level=level, shuffle=True))
     done = run_conversion(new, dst, reading, writing, running)
-    with _open_made(dst) as made:
-        facts = facts_of(made)
+    with _open_written_delta(dst) as made:
+        facts = get_delta_facts(made)
     return replace(done, digest={"base": facts["base"], "result": facts["result"]})

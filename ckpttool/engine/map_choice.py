@@ -18,7 +18,7 @@ from ..huggingface import maps, model_files
 from ..index.check import check
 from ..index.checkpoint import Checkpoint
 from ..index.expressions import evaluate_size
-from ..index.map_groups import names_not_covered
+from ..index.map_groups import find_uncovered_names
 from ..index.name_maps import NameMap
 from ..options import HUB_LAYOUT
 from ..storage.source import Source
@@ -28,22 +28,22 @@ from .opening import OpenCheckpoint, OpenOptions, open_checkpoint
 from .transform.mapping import apply_map
 from .transform.premises import check_premises, read_job_arguments
 
-__all__ = ["NO_MAP", "apply_name_map", "read_map_text", "rename_opened"]
+__all__ = ["NO_MAP", "apply_name_map", "rename_opened", "resolve_map_argument"]
 
 NO_MAP = "none"
 
 
-def read_map_text(asked: str) -> str:
-    """Read a name map as a request keeps it: the name of a map that comes with ckpttool, or "none", stays; of a file,
-    the text is returned.
+def resolve_map_argument(asked: str) -> str:
+    """Return the form of a name map that a request stores: the name of a map that comes with ckpttool, or a file's
+    text.
 
     Args:
-        asked: what the user gave: a name, "none", or the path of a file.
+        asked: what the user gave: such a name, "none" (which is returned as it is), or the path of a file.
 
     Raises:
         UsageError: there is no such map.
     """
-    return asked if asked == NO_MAP or asked in maps.names() else maps.read_shipped_or_own_map(asked)
+    return asked if asked == NO_MAP or asked in maps.list_map_names() else maps.read_shipped_or_own_map(asked)
 
 
 def apply_name_map(
@@ -55,14 +55,18 @@ def apply_name_map(
     vocab_size: int | None = None,
     to_hub: bool = False,
 ) -> tuple[Checkpoint, Source]:
-    """Map the names of a state; returns it with its files.
+    """Rename and reorder the tensors of a checkpoint by a name map.
 
     Args:
-        asked: the map that the user asked for; "none" for no map. None leaves the state as it is, unless `to_hub` is
-            set and a map of the trainer that wrote it fits.
-        config: folder or id of the model, as `open` takes it; None where none was given.
-        vocab_size: rows that the vocabulary shall have; None for those in config.json.
+        ckpt, source: the index and its files.
+        asked: the map that the user chose; "none" for no map. None for no map either, except with `to_hub`: then the
+            map of the trainer that wrote the checkpoint, if one fits.
+        config: folder or id of the model, as `open` takes it; None if none was given.
+        vocab_size: rows of the vocabulary in the result; None for those in config.json.
         to_hub: whether the result is for the Hub.
+
+    Returns:
+        (the new index, its files); both unchanged if there is no map.
 
     Raises:
         UsageError: there is no such map, or it cannot be parsed.
@@ -73,7 +77,7 @@ def apply_name_map(
     known = ckpt.config if config is None else None
     if known is None:
         known = model_files.find_model_files(source, config, [])[0]
-    found = _choose_trainer_map(ckpt, known) if asked is None else maps.load(asked)
+    found = _choose_trainer_map(ckpt, known) if asked is None else maps.load_map(asked)
     if found is None:
         return ckpt, source
     whole = known or {}
@@ -87,7 +91,7 @@ def apply_name_map(
     facts: dict[str, Any] = {**job[0], **known}
     if (
         any(evaluate_size(e, facts) is None for e in found.sizes.values())
-        and (told := _find_heads(ckpt, source, found)) is not None
+        and (told := _find_head_sizes(ckpt, source, found)) is not None
     ):
         heads, where = told
         facts = {**heads, **facts}
@@ -106,35 +110,39 @@ def apply_name_map(
 
 
 def rename_opened(opened: OpenCheckpoint, asked: str | os.PathLike[str], config: str | None) -> OpenCheckpoint:
-    """Put an open checkpoint under the names of another program; to close the one that was given closes both.
+    """Return an open checkpoint with its tensors renamed by a name map; it uses the files of `opened`, which closes
+    them.
 
     Args:
         asked: the name or the file of a map, or "none".
-        config: folder or id of the model; None where none was given.
+        config: folder or id of the model; None if none was given.
 
     Raises:
         UsageError, Unsupported: there is no such map, or it does not fit.
     """
-    ckpt, source = apply_name_map(opened.checkpoint, opened.source, read_map_text(os.fspath(asked)), config)
+    ckpt, source = apply_name_map(opened.checkpoint, opened.source, resolve_map_argument(os.fspath(asked)), config)
     return replace(opened, checkpoint=ckpt, source=source)
 
 
 def _choose_trainer_map(ckpt: Checkpoint, config: Mapping[str, Any] | None) -> NameMap | None:
-    """Choose the map of the trainer that wrote a checkpoint, for the model type of the config.json; None where none
-    covers all weights, which a note says.
+    """Choose the map from the names of the trainer that wrote a checkpoint to those of its Hugging Face model.
 
     Args:
-        config: what config.json says; None where there is none.
+        config: the content of config.json; None if there is none.
+
+    Returns:
+        None if no map covers all weights. If maps of that trainer exist, a note in `ckpt` then says so, unless the
+        names are those of the Hub already.
     """
     names = [t.local_name for t in ckpt.tensors.values() if t.component == "model"]
     model = (config or {}).get("model_type")
-    every = [maps.load(name) for name in maps.names()]
+    every = [maps.load_map(name) for name in maps.list_map_names()]
     own = [found for found in every if names and (ckpt.trainer or "").lower() in found.trainers]
     for found in own:
         of_model = model is None or model in found.models
-        if of_model and found.fits(names) and not names_not_covered(found, names, forward=True):
+        if of_model and found.fits(names) and not find_uncovered_names(found, names, forward=True):
             return found
-    if own and all(names_not_covered(found, names, forward=False) for found in own):
+    if own and all(find_uncovered_names(found, names, forward=False) for found in own):
         of = "" if model is None else f" to model_type {model}"
         ckpt.notes.append(
             f"no name map that comes with ckpttool is from these weights of {ckpt.trainer}{of}: names are kept"
@@ -142,14 +150,15 @@ def _choose_trainer_map(ckpt: Checkpoint, config: Mapping[str, Any] | None) -> N
     return None
 
 
-def _find_heads(ckpt: Checkpoint, source: Source, found: NameMap) -> tuple[dict[str, int], str] | None:
-    """Find the sizes of attention heads from an export of the same weights in a folder beside the checkpoint.
+def _find_head_sizes(ckpt: Checkpoint, source: Source, found: NameMap) -> tuple[dict[str, int], str] | None:
+    """Find the sizes of attention heads with the help of an export of the same weights in a folder beside the
+    checkpoint.
 
     Args:
-        found: the map that leads to the names of the export.
+        found: the map to the names of the export.
 
     Returns:
-        ({key of config.json: number}, the export's folder, "../NAME"); None where no folder is such an export.
+        ({key of config.json: number}, the export's folder, "../NAME"); None if no folder is such an export.
     """
     if not source.local_folder:
         return None
@@ -170,22 +179,27 @@ def _find_heads(ckpt: Checkpoint, source: Source, found: NameMap) -> tuple[dict[
                     for n in ("q", "k")
                     if (t := there.tensors.get(f"model.model.layers.0.self_attn.{n}_proj.weight"))
                 }
-                if len(wanted) == 2 and (heads := _fit_heads(ckpt, source, found, there, export.source)) is not None:
+                if (
+                    len(wanted) == 2
+                    and (heads := _fit_head_sizes(ckpt, source, found, there, export.source)) is not None
+                ):
                     return heads, f"../{folder}"
         except CkpttoolError:
             continue
     return None
 
 
-def _fit_heads(
+def _fit_head_sizes(
     ckpt: Checkpoint, source: Source, found: NameMap, there: Checkpoint, export: Source
 ) -> dict[str, int] | None:
-    """Find the sizes of attention heads that make q and k of the first layer those of an export, {key of config.json:
-    number}; None where none do, or several.
+    """Find the sizes of attention heads with which a map turns q and k of the first layer into those of an export.
 
     Args:
-        found: the map that leads to the names of the export.
-        there: the index of the export; `export` is its files.
+        found: the map to the names of the export.
+        there, export: the index of the export, and its files.
+
+    Returns:
+        {key of config.json: number}; None if no size fits, or several do.
     """
     q, k = (f"model.model.layers.0.self_attn.{n}_proj.weight" for n in ("q", "k"))
     wanted = {n: there.tensors[n] for n in (q, k)}

@@ -52,7 +52,7 @@ class DerivedMap:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is left to decide."""
+        """Tell whether the map decides every weight of both models."""
         return not (self.proposed or self.undecided_a or self.undecided_b)
 
     def headline(self) -> str:
@@ -78,23 +78,23 @@ class _Model:
 def derive_map(
     a: str | os.PathLike[str], b: str | os.PathLike[str], *, prove_logits: bool = False, progress: Progress = silent
 ) -> DerivedMap:
-    """Propose a name map from the names and shapes of two models, and from their bytes where both have some.
+    """Propose a name map from the names and shapes of two models, and from their bytes if both have weights.
 
     Args:
         a, b: two checkpoints in any layout; or, for a model without weights, a folder, file or id of the Hub with
-            config.json, of which transformers gives names and shapes.
-        prove_logits: compare the logits of A by its own config.json with those that it has by B's under the names of
-            the map, proposals included; equal ones decide the proposals.
+            config.json, for which transformers gives names and shapes.
+        prove_logits: compare the logits of A, computed with its own config.json, with those computed with B's after
+            renaming by the proposed map; if they are equal, all proposals are accepted.
         progress: called with ("digest" or "compare", bytes read, bytes in all).
 
     Raises:
-        UsageError: with `prove_logits`, one of the two has no config.json, or A no values.
+        UsageError: with `prove_logits`, one of the two has no config.json, or A has no weights.
         MissingPackage: a config needs transformers. CkpttoolError: one of the two cannot be read.
     """
     with ExitStack() as stack:
-        opened = [_open_checkpoint_or_none(os.fspath(path), stack) for path in (a, b)]
+        opened = [_open_weights_or_none(os.fspath(path), stack) for path in (a, b)]
         left, right = (
-            _read_config_model(os.fspath(path)) if one is None else _list_weights(one)
+            _read_config_model(os.fspath(path)) if one is None else _read_checkpoint_model(one)
             for path, one in zip((a, b), opened, strict=True)
         )
         if prove_logits and (left.config is None or right.config is None or not left.has_values):
@@ -136,8 +136,8 @@ def derive_map(
     )
 
 
-def _open_checkpoint_or_none(path: str, stack: ExitStack) -> OpenCheckpoint | None:
-    """Open the weights of a checkpoint until `stack` closes; None for what has a config.json and no weights.
+def _open_weights_or_none(path: str, stack: ExitStack) -> OpenCheckpoint | None:
+    """Open the weights of a checkpoint until `stack` closes; None if `path` is a model's config without weights.
 
     Raises:
         CkpttoolError: it cannot be read.
@@ -148,7 +148,7 @@ def _open_checkpoint_or_none(path: str, stack: ExitStack) -> OpenCheckpoint | No
         if not os.path.exists(path) and _HUB_ID.fullmatch(path):
             return None
         names = os.listdir(path) if os.path.isdir(path) else []
-        if "config.json" in names and all(map(model_files.is_known_file, names)):
+        if "config.json" in names and all(map(model_files.is_model_or_trainer_file, names)):
             return None
     opened = open_checkpoint(path, OpenOptions(only=("model",)))
     stack.callback(opened.close)
@@ -157,10 +157,13 @@ def _open_checkpoint_or_none(path: str, stack: ExitStack) -> OpenCheckpoint | No
 
 
 def _read_config_model(given: str) -> _Model:
-    """Read the names of the model of a config.json, as `load_config` takes it; those of tied weights are left out.
+    """Describe the model of a config.json by names and shapes; second names of tied weights are left out.
+
+    Args:
+        given: folder, file or id of the Hub, as `load_config` takes it.
 
     Raises:
-        CkpttoolError: there is none, or transformers cannot build it.
+        CkpttoolError: there is no config.json, or transformers cannot build the model.
     """
     config = load_config(given)
     found = read_model_names(config)
@@ -168,9 +171,11 @@ def _read_config_model(given: str) -> _Model:
     return _Model(weights, "transformers", config, has_values=False, ordered=True)
 
 
-def _list_weights(opened: OpenCheckpoint) -> _Model:
-    """List the weights of an open checkpoint. A head that is the embedding under another name is left out. Names that
-    are sorted, and those in files of the Hub, tell nothing of the order of modules."""
+def _read_checkpoint_model(opened: OpenCheckpoint) -> _Model:
+    """Describe the model of an open checkpoint by names and shapes; an output layer tied to the embedding is left out.
+
+    `ordered` is False if the names are sorted, or in files of the Hub: then their order is not that of the modules.
+    """
     ckpt = opened.checkpoint
     of_bytes: dict[tuple[object, ...], str] = {}
     weights = {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"}
@@ -191,7 +196,7 @@ def _is_head(name: str) -> bool:
 
 
 def _add_digests(model: _Model, other: _Model, opened: OpenCheckpoint, progress: Progress) -> None:
-    """Add the digests of weights whose shapes the other model has too; a digest stands for the dtype, too.
+    """Add digests to the weights of `model` whose shapes `other` has too; equal digests mean equal dtypes and bytes.
 
     Raises:
         Corrupt, SourceChanged: bytes are missing or damaged.
@@ -206,21 +211,24 @@ def _add_digests(model: _Model, other: _Model, opened: OpenCheckpoint, progress:
 
 
 def _compare_logits(path: str, text: str, config: Config, progress: Progress) -> tuple[dict[str, Any], str]:
-    """Compare the logits of a checkpoint by its own config.json with those by another under the names of a map; returns
-    (verdict and numbers, the same in words).
+    """Compare the logits of a checkpoint with those of the same weights renamed by a map and run by another config.
 
     Args:
+        path: the checkpoint; its own config.json gives the first logits.
         text: the map.
-        config: that of the other model.
+        config: config of the other model.
+
+    Returns:
+        (`LogitComparison.summarise()`, a sentence).
 
     Raises:
-        MissingPackage: torch or transformers is not installed. Unsupported: the map is not about some names, or a model
-            cannot be built.
+        MissingPackage: torch or transformers is not installed. Unsupported: the map does not cover some names, or a
+            model cannot be built.
     """
     require_packages("comparing logits", "torch", "transformers")
     a = open_side("A", path, OpenOptions(), WriteRequest(to=HUB_LAYOUT, map=NO_MAP))
     with closing(a.opened):
-        ckpt, source = apply_map(a.opened.checkpoint, a.opened.source, maps.load(text), config)
+        ckpt, source = apply_map(a.opened.checkpoint, a.opened.source, maps.load_map(text), config)
         b = ModelSide("B", replace(a.opened, checkpoint=ckpt, source=source), dict(config))
         found = compare_sides(a, b, CompareRequest(), progress)
     if odd := found.misfit_a or found.misfit_b:

@@ -29,12 +29,12 @@ from typing import Any, NamedTuple
 from ..errors import Unsupported, UsageError, argument
 from ..index.checkpoint import FLOATING, ITEMSIZE, Checkpoint, TensorEntry, tied_weights
 from ..index.optimizers import find_optimizers
-from ..index.vocabulary import is_vocabulary
+from ..index.vocabulary import is_vocabulary_parameter
 from ..options import SizeRequest, parse_size
 from ..printable import count_noun
 from .discover.unread_files import human
 
-__all__ = ["FORMULAS", "STRATEGIES", "Devices", "JobMemory", "RankBytes", "draw_memory", "size_job"]
+__all__ = ["FORMULAS", "STRATEGIES", "Devices", "JobMemory", "RankBytes", "compute_job_memory", "draw_memory"]
 
 #: {strategy: the bytes of a rank, as people write them}.
 FORMULAS = {
@@ -79,7 +79,7 @@ class Devices(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Count the devices."""
+        """Return the number of devices of all nodes."""
         return self.nodes * self.per_node
 
 
@@ -92,7 +92,7 @@ class RankBytes(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Return the sum."""
+        """Return the sum of the three, in bytes."""
         return sum(self)
 
 
@@ -115,7 +115,7 @@ class _Held(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Count the numbers."""
+        """Return the number of elements."""
         return prod(self.shape)
 
 
@@ -150,15 +150,15 @@ class JobMemory:
         return {**self.__dict__, "devices": self.devices._asdict(), "activations": "not included"}
 
 
-def size_job(ckpt: Checkpoint, request: SizeRequest) -> JobMemory:
-    """Compute what training from a checkpoint takes on each rank.
+def compute_job_memory(ckpt: Checkpoint, request: SizeRequest) -> JobMemory:
+    """Compute the memory that training from a checkpoint takes on each rank.
 
     Args:
         ckpt: its index.
         request: devices, strategies, precision and optimizer; `fits` is set.
 
     Raises:
-        UsageError: the request makes no sense.
+        UsageError: the request has an unknown value, or asks for an optimizer that the checkpoint does not have.
         Unsupported: the checkpoint has no weights.
     """
     assert request.fits is not None
@@ -175,7 +175,7 @@ def size_job(ckpt: Checkpoint, request: SizeRequest) -> JobMemory:
             )
     state = _State(ckpt, request)
     by_torch, by_deepspeed = state.list_held("fsdp2"), state.list_held("zero3")
-    units = _measure_units(by_torch)
+    units = _sum_block_bytes(by_torch)
     unit = max((u for u in units if u), key=lambda u: units[u], default="")
     return JobMemory(
         devices=devices,
@@ -187,17 +187,21 @@ def size_job(ckpt: Checkpoint, request: SizeRequest) -> JobMemory:
         root=units.get("", 0) if unit else 0,
         full_save=round(sum(h.numel * h.width + sum(prod(s) * w for s, w in h.slots) for h in by_torch)),
         largest_tensor=round(max((h.numel * h.width for h in by_torch), default=0)),
-        rows=[_make_row(s, by_deepspeed if s.startswith("zero") else by_torch, devices) for s in chosen],
+        rows=[_make_strategy_row(s, by_deepspeed if s.startswith("zero") else by_torch, devices) for s in chosen],
         notes=list(dict.fromkeys(state.notes)),
     )
 
 
-def _make_row(strategy: str, held: list[_Held], devices: Devices) -> dict[str, Any]:
-    """Make the row of a strategy, as `JobMemory.rows` has it."""
+def _make_strategy_row(strategy: str, held: list[_Held], devices: Devices) -> dict[str, Any]:
+    """Return the row of a sharding strategy, as `JobMemory.rows` has it.
+
+    Args:
+        held: the tensors of the model, with the dtypes of that strategy.
+    """
     largest = count_rank_bytes(held, strategy, devices, 0)  # chunks are never longer than the first
     gathered = 0
     if strategy in ("fsdp2", "hsdp", "zero3"):
-        units, grads = _measure_units(held), _measure_units(held, of_gradients=True)
+        units, grads = _sum_block_bytes(held), _sum_block_bytes(held, of_gradients=True)
         root, block, whole = units.pop("", 0), max(units.values(), default=0), sum(h.numel * h.gathered for h in held)
         gathered = min(root + 2 * block, round(whole)) + max(grads.values(), default=0)
         if strategy == "zero3":
@@ -218,21 +222,26 @@ def _make_row(strategy: str, held: list[_Held], devices: Devices) -> dict[str, A
 
 
 def count_rank_bytes(held: Iterable[_Held], strategy: str, devices: Devices, rank: int) -> RankBytes:
-    """Count the bytes on one rank, as the module says; `held` are the tensors with the dtypes of that strategy."""
+    """Count the bytes of parameters, gradients and optimizer state on one rank, without what is gathered.
+
+    Args:
+        held: the tensors of the model, with the dtypes of that strategy.
+        strategy: one of `STRATEGIES`; the formulas are at the top of the module.
+    """
     n = {"ddp": 1, "hsdp": devices.per_node}.get(strategy, devices.ranks)
     held = list(held)
     buffers = sum(h.numel * h.width for h in held if h.buffer)
     weights = [h for h in held if not h.buffer]
     if strategy in ("ddp", "fsdp2", "hsdp"):
-        params = sum(_share(h.shape, n) * h.width for h in weights)
-        grads = sum(_share(h.shape, n) * h.grad for h in weights)
-        optimizer = sum(_share_of_slot(h.shape, s, n, rank % n) * w for h in weights for s, w in h.slots)
+        params = sum(_count_shard_elements(h.shape, n) * h.width for h in weights)
+        grads = sum(_count_shard_elements(h.shape, n) * h.grad for h in weights)
+        optimizer = sum(_count_slot_elements(h.shape, s, n, rank % n) * w for h in weights for s, w in h.slots)
         return RankBytes(round(params + buffers), round(grads), round(optimizer))
     trained = [h for h in weights if h.grad]
     groups: dict[int, list[_Held]] = {}
     for h in trained:
         groups.setdefault(h.group, []).append(h)
-    moments = {group: max(map(_moments, members)) for group, members in groups.items()}
+    moments = {group: max(map(_count_moment_bytes, members)) for group, members in groups.items()}
     scalars = sum(w for g in groups.values() for s, w in max((h.slots for h in g), key=len) if not s)
     if strategy == "zero3":
         params = sum(-(-h.numel // n) * h.width + (h.numel <= _PERSISTENT) * h.numel * h.width for h in weights)
@@ -248,14 +257,22 @@ def count_rank_bytes(held: Iterable[_Held], strategy: str, devices: Devices, ran
     return RankBytes(round(params), round(grads), round(optimizer + scalars))
 
 
-def _share(shape: tuple[int, ...], n: int) -> int:
-    """Count the numbers of a parameter that each of `n` ranks holds: the rows of the first one, which others pad."""
+def _count_shard_elements(shape: tuple[int, ...], n: int) -> int:
+    """Return how many elements of a parameter each of `n` ranks holds if its rows are divided, padded to equal
+    shards."""
     return -(-shape[0] // n) * prod(shape[1:]) if shape else 1
 
 
-def _share_of_slot(shape: tuple[int, ...], slot: tuple[int, ...], n: int, rank: int) -> int:
-    """Count the numbers of a slot that a rank holds: its rows where it has those of the parameter (`shape`), as many of
-    all where it is the parameter in another shape (codes), else all of it (scalars, factors)."""
+def _count_slot_elements(shape: tuple[int, ...], slot: tuple[int, ...], n: int, rank: int) -> int:
+    """Return how many elements of an optimizer slot a rank holds.
+
+    They are its own rows if the slot has as many rows as the parameter; 1/n of the slot if it is the parameter in
+    another shape (codes); otherwise the complete slot (scalars, factors).
+
+    Args:
+        shape, slot: shapes of the parameter and of the slot.
+        n: number of ranks that share it.
+    """
     if slot and shape and slot[0] == shape[0]:
         rows = -(-shape[0] // n)
         return max(0, min(rows, shape[0] - rank * rows)) * prod(slot[1:])
@@ -263,14 +280,18 @@ def _share_of_slot(shape: tuple[int, ...], slot: tuple[int, ...], n: int, rank: 
     return -(-prod(slot) // n) if divided else prod(slot)
 
 
-def _moments(h: _Held) -> float:
-    """Count the bytes of optimizer state that a number of a parameter has, without scalars."""
+def _count_moment_bytes(h: _Held) -> float:
+    """Return the bytes of optimizer state for each element of a parameter; scalars are left out."""
     return sum(prod(s) * w for s, w in h.slots if s) / max(1, h.numel)
 
 
-def _measure_units(held: Iterable[_Held], of_gradients: bool = False) -> dict[str, int]:
-    """Return {block, such as "model.layers.3": bytes of its parameters, whole, as they are computed with}; "" for all
-    that is in none. With `of_gradients`, those of their gradients."""
+def _sum_block_bytes(held: Iterable[_Held], of_gradients: bool = False) -> dict[str, int]:
+    """Return the bytes of the unsharded parameters of each block, {"model.layers.3": bytes}; "" is all outside of
+    blocks.
+
+    Args:
+        of_gradients: sum the gradients instead of the parameters.
+    """
     sizes: dict[str, float] = {}
     for h in held:
         if not h.buffer:
@@ -317,7 +338,7 @@ class _State:
             )
 
     def list_held(self, strategy: str) -> list[_Held]:
-        """List the tensors of the model with what a strategy keeps for each; tied ones once.
+        """List the tensors of the model with the bytes that a strategy keeps for each; tied weights are listed once.
 
         Raises:
             Unsupported: there are no weights.
@@ -330,12 +351,14 @@ class _State:
         tied = self._find_tied(weights)
         if coded := sum(t.dtype in ("uint8", "int8") or t.dtype.startswith("float8") for t in weights.values()):
             self.notes.append(f"{count_noun(coded, 'tensor')} of the model may be codes: they count as they are stored")
-        return [self._hold(t, strategy) for n, t in weights.items() if n not in tied]
+        return [self._describe_held(t, strategy) for n, t in weights.items() if n not in tied]
 
     def _find_tied(self, weights: Mapping[str, TensorEntry]) -> set[str]:
-        """Return the names of weights that are others once more: the same bytes, embedding and head where the config
-        ties them, or, unless it unties them, one of two matrices outside of blocks that are alike, where the optimizer
-        has the other alone."""
+        """Return the names of weights that are a second name of another weight.
+
+        They share its bytes; or config.json ties embedding and output layer; or, unless config.json unties them, they
+        are one of two matrices of equal shape outside of blocks, and the optimizer has only the other one.
+        """
         tied, ties = set(tied_weights(weights)), (self._ckpt.config or {}).get("tie_word_embeddings")
         alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
         for n, t in weights.items():
@@ -347,12 +370,12 @@ class _State:
                 (other,) = set(pair) - set(known)
                 tied.add(other)
                 self.notes.append(f"{other} is taken for {known[0]}: the optimizer has one of the two")
-            elif len(pair) == 2 and ties is True and all(is_vocabulary(weights[n].parameter) for n in pair):
+            elif len(pair) == 2 and ties is True and all(is_vocabulary_parameter(weights[n].parameter) for n in pair):
                 tied.add(pair[1])
         return tied
 
-    def _hold(self, t: TensorEntry, strategy: str) -> _Held:
-        """Return what a strategy keeps for one tensor of the model."""
+    def _describe_held(self, t: TensorEntry, strategy: str) -> _Held:
+        """Return the bytes that a strategy keeps for one tensor of the model."""
         name, plain = t.parameter, t.dtype in FLOATING
         by_deepspeed = strategy.startswith("zero")
         stored = self._ckpt.rounded.get(f"model.{t.local_name}", t) if by_deepspeed else t
@@ -368,7 +391,7 @@ class _State:
             width = asked
         gathered = 2.0 if plain and self._precision == "mixed" else width
         moment = {"saved": None, "bf16": 2.0}.get(self._precision, 4.0) if not by_deepspeed else 4.0
-        slots = [(s.shape, self._width_of_slot(s, t, moment)) for s in self._slots.get(name, ())] if trained else []
+        slots = [(s.shape, self._get_slot_width(s, t, moment)) for s in self._slots.get(name, ())] if trained else []
         if trained and self._assumed:
             slots = [(t.shape, moment or 4.0) for _ in self._assumed] + [((), 4.0)] * (len(self._assumed) > 1)
         found = _UNIT.match(t.local_name)
@@ -376,9 +399,14 @@ class _State:
         grad = width if trained else 0.0
         return _Held(t.shape, width, gathered, grad, slots, unit, self._groups.get(name, 0), buffer)
 
-    def _width_of_slot(self, slot: TensorEntry, of: TensorEntry, moment: float | None) -> float:
-        """Return the bytes of a number of a slot: `moment` where it is a plain one of the parameter's shape, unless
-        that is None; else as it is stored."""
+    def _get_slot_width(self, slot: TensorEntry, of: TensorEntry, moment: float | None) -> float:
+        """Return the bytes of an element of an optimizer slot.
+
+        Args:
+            of: the parameter.
+            moment: bytes of an element of a moment (a slot of floating-point dtype and of the parameter's shape); None
+                to count moments as they are stored, as all other slots are.
+        """
         as_moment = moment is not None and slot.shape == of.shape and slot.shape and slot.dtype in FLOATING
         return moment if as_moment and moment is not None else float(ITEMSIZE[slot.dtype])
 
@@ -394,7 +422,8 @@ def _describe_precision(precision: str) -> str:
 
 
 def draw_memory(m: JobMemory) -> Iterator[Any]:
-    """Yield the drawings of what a job takes, as rich prints them: a headline, a table, and what it does not say."""
+    """Yield drawings of the memory of a job for rich: a headline, a table of strategies, and notes on what is not
+    included."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

@@ -41,10 +41,10 @@ from .opening import (
     MergeRequest,
     OpenCheckpoint,
     OpenOptions,
-    model_of,
+    collect_model_hints,
     open_checkpoint,
 )
-from .selecting import selection_of
+from .selecting import make_selection
 from .weights import find_equal_tensors
 
 if TYPE_CHECKING:
@@ -85,20 +85,21 @@ class _Adapter:
 def open_merged(
     src: CheckpointPath, options: OpenOptions, request: MergeRequest, model: layouts.ModelHints | None = None
 ) -> MergedCheckpoint:
-    """Open the state of `src` with an adapter merged into it: another checkpoint, or the one in `src` itself.
+    """Open `src` with an adapter merged into its weights; the adapter is in another checkpoint, or in `src` itself.
 
     Args:
-        request: which adapter, and what its config is.
-        model: what `model_of(options)` returns; None if the caller has not called it, then it is called here.
+        request: which adapter, and its config.
+        model: what `collect_model_hints(options)` returns; None to call it here.
 
     Raises:
-        Unsupported: the adapter, or the base model, cannot be merged; the message names what stands in the way.
-        UsageError: there is no adapter of the name that was given, or there are several and none was named.
-        Corrupt: the two do not fit.
+        Unsupported: the adapter, or the base model, cannot be merged; the message names the reason.
+        UsageError: there is no adapter of the given name, there are several and none was named, or `options.only` names
+            entries instead of components.
+        Corrupt: adapter and base model do not fit.
         MissingPackage: torch is not installed.
     """
     require_packages("ckpttool adapter merge", "torch")
-    if not selection_of(options).by_component:
+    if not make_selection(options).by_component:
         raise UsageError(
             f"{argument('only', options.only)}: a merge makes whole models, and takes components. Merge first, and "
             "convert a part of the result.",
@@ -106,7 +107,7 @@ def open_merged(
         )
     opened: list[OpenCheckpoint] = []
     try:
-        base = open_checkpoint(src, options, model or model_of(options), check_hints=False)
+        base = open_checkpoint(src, options, model or collect_model_hints(options), check_hints=False)
         opened.append(base)
         theirs = base
         if request.adapter is not None:
@@ -138,20 +139,20 @@ class _MergePlan(NamedTuple):
 def _merge_states(
     base: OpenCheckpoint, theirs: OpenCheckpoint, request: MergeRequest, config: str | None
 ) -> MergedCheckpoint:
-    """Merge an adapter into a base model; both may be the same checkpoint. Nothing is computed yet.
+    """Build the merged checkpoint; its weights are computed when they are read.
 
     Args:
-        theirs: the checkpoint with the adapter.
-        config: folder or id of a Hugging Face model; None where none was given.
+        theirs: the checkpoint with the adapter; `base` itself if it holds both.
+        config: folder or id of a Hugging Face model; None if none was given.
 
     Raises:
-        Unsupported, UsageError: it cannot be merged.
+        Unsupported, UsageError: the adapter cannot be merged.
         Corrupt: the two do not fit.
     """
     given, old = theirs is not base, base.checkpoint
     plan = _plan_merge(base, theirs, request, config)
     files = ComputedFiles(old)
-    tensors = _index_merge(base, plan, files, upcast=given)
+    tensors = _build_merge_index(base, plan, files, upcast=given)
     scaling: dict[str, dict[str, float]] = {a: {} for a in plan.chosen}
     for update in (u for c in plan.changes.values() for u in c.updates):
         scaling[update.adapter][update.module] = update.scaling
@@ -179,26 +180,26 @@ def _merge_states(
         ckpt,
         ComputedSource(base.source, files.made, [theirs.source], _TORCH_BYTES + files.working_bytes),
         {f"model.{n}": there for n, there in plan.named.items() if n not in plan.changes},
-        _list_left_behind(base, theirs, plan.named, read),
+        _list_unmerged_entries(base, theirs, plan.named, read),
         base.selection,
     )
 
 
 def _plan_merge(base: OpenCheckpoint, theirs: OpenCheckpoint, request: MergeRequest, config: str | None) -> _MergePlan:
-    """Decide which weights change, and how, by the adapters that were asked for.
+    """Decide which weights of the base model the requested adapters change, and how.
 
     Args:
-        theirs: the checkpoint with the adapter; `base` itself where it holds both.
-        config: folder or id of a Hugging Face model; None where none was given.
+        theirs: the checkpoint with the adapter; `base` itself if it holds both.
+        config: folder or id of a Hugging Face model; None if none was given.
 
     Raises:
-        Unsupported, UsageError: one cannot be merged, or changes nothing.
+        Unsupported, UsageError: an adapter cannot be merged, or changes no weight.
         Corrupt: it does not fit the base model.
     """
     given = theirs is not base
     named = _map_base_names(base, given)
     chosen = _choose_adapters(theirs, request, given)
-    pieces = _name_as_in_memory(base, named, chosen, config)
+    pieces = _rename_adapter_modules(base, named, chosen, config)
     try:
         changes = lora_changes.plan_changes(
             {a: {n: t.shape for n, t in found.tensors.items()} for a, found in chosen.items()},
@@ -221,7 +222,7 @@ def _plan_merge(base: OpenCheckpoint, theirs: OpenCheckpoint, request: MergeRequ
     tied = _find_tied_groups(base, named, changes, config)
     changes = _add_tied_weights(named, tied, changes)
     for names in tied:
-        if _is_one_copy([changes.get(n) for n in names], chosen):
+        if _has_one_shared_copy([changes.get(n) for n in names], chosen):
             changes |= {n: changes[names[0]] for n in names}
     notes = _describe_merge(chosen, changes)
     untied = next((names for names in tied if len({changes.get(n) for n in names}) > 1), [])
@@ -233,13 +234,16 @@ def _plan_merge(base: OpenCheckpoint, theirs: OpenCheckpoint, request: MergeRequ
     return _MergePlan(named, chosen, changes, notes, untied)
 
 
-def _index_merge(base: OpenCheckpoint, plan: _MergePlan, files: ComputedFiles, upcast: bool) -> dict[str, TensorEntry]:
-    """Make the index of a merge: each weight that changes is a file of its own, which is computed when it is read; of a
-    large stack of matrices, a few at a time are.
+def _build_merge_index(
+    base: OpenCheckpoint, plan: _MergePlan, files: ComputedFiles, upcast: bool
+) -> dict[str, TensorEntry]:
+    """Build the index of a merge, {name: tensor}: each weight that changes is a computed file of its own.
+
+    Of a large stack of matrices, a few are computed at a time.
 
     Args:
-        files: those of the base model; gets those that are computed.
-        upcast: whether fp16 and bf16 tensors of the adapter are taken to fp32 first.
+        files: files of the base model; the computed ones are added.
+        upcast: whether fp16, bf16 and float8 tensors of the adapter are converted to fp32 first.
 
     Raises:
         Unsupported: a weight that changes is quantised.
@@ -260,7 +264,7 @@ def _index_merge(base: OpenCheckpoint, plan: _MergePlan, files: ComputedFiles, u
             )
         weight = (change, entry.dtype, entry.shape, tuple(entry.chunks[:]))
         if weight not in made:
-            compute = _make_computation(base, there, change, plan.chosen, upcast=upcast)
+            compute = _make_merge_function(base, there, change, plan.chosen, upcast=upcast)
             # matrices that are computed together, and the memory: the weight, the product of the matrices in fp32 and
             # its rounded copy; for DoRA the sum as well, once for the norm and once for the result
             several = min(change.stacked, max(1, _STACK_BYTES * change.stacked // max(1, entry.nbytes)))
@@ -283,7 +287,7 @@ def _map_base_names(base: OpenCheckpoint, given: bool) -> dict[str, str]:
     """
     model = {t.local_name: n for n, t in base.checkpoint.tensors.items() if t.component == "model"}
     if not given:
-        return adapters.base_names(model)
+        return adapters.find_base_names(model)
     if any(p.startswith("lora_") for n in model for p in n.split(".")):
         raise Unsupported(
             f"{base.source.root}, given as the base model, holds an adapter itself. Merge that first: ckpttool adapter "
@@ -348,7 +352,7 @@ def _choose_adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool)
         if config is None and seen is None:
             raise Unsupported(f"{theirs.location} has no adapter: no tensor has lora_* in its name.", code="CKPT0321")
         if config is None and request.lora_alpha is None:
-            raise model_files.missing_adapter_config(request.config, "adapter_config")
+            raise model_files.make_missing_config_error(request.config, "adapter_config")
         if config is not None and request.lora_alpha is not None:
             raise UsageError(
                 f"{argument('lora_alpha', request.lora_alpha)}: the adapter has an adapter_config.json, which says "
@@ -362,7 +366,7 @@ def _choose_adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool)
         stored = {n: by_chunks[id(t.chunks)] for n, t in found.items()}
         if config is None:
             assert request.lora_alpha is not None
-            config = lora.make_config(
+            config = lora.make_adapter_config(
                 {n: t.shape for n, t in found.items()},
                 lora_alpha=request.lora_alpha,
                 rslora=request.rslora,
@@ -377,37 +381,44 @@ def _choose_adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool)
     return out
 
 
-def _name_as_in_memory(
+def _rename_adapter_modules(
     base: OpenCheckpoint, named: Mapping[str, str], chosen: Mapping[str, _Adapter], config: str | None
 ) -> dict[str, list[hub_names.Piece]]:
-    """Give the modules of adapters that have names of the Hub those that they have in memory, and return {tensor of the
-    base model: the modules that it is on the Hub}; do nothing where all names are those in memory.
+    """Rename the modules of adapters from their names on the Hub to those that they have in memory.
+
+    Nothing is renamed if the adapters already use the names in memory, or if the base model has no config.json.
 
     Args:
         named: {name of a weight in the base model: its name in the checkpoint}.
-        chosen: {name: adapter}; tensors are renamed there.
-        config: folder or id of a Hugging Face model; None where none was given.
+        chosen: {name: adapter}; their tensors are renamed in place.
+        config: folder or id of a Hugging Face model; None if none was given.
+
+    Returns:
+        {tensor of the base model: the modules on the Hub that it is made of}; {} if nothing was renamed.
     """
     modules = {n.rpartition(".")[0] for n in named}
-    wrappers = {lora.base_name(w) for found in chosen.values() for w in lora.group_by_wrapper(found.tensors)}
-    model = None if wrappers <= modules else _find_config(base, config)
+    wrappers = {lora.to_base_name(w) for found in chosen.values() for w in lora.group_by_wrapper(found.tensors)}
+    model = None if wrappers <= modules else _find_base_config(base, config)
     if model is None or "model_type" not in model:
         return {}
     try:
-        pieces, moved = hub_names.find_pieces(hub_names.relate(model, None))
+        pieces, moved = hub_names.find_hub_modules(hub_names.relate_to_hub(model, None))
     except (Unsupported, MissingPackage):  # then the module is named that the base model does not have
         return {}
     back = {hub: here for here, hub in moved.items()}
     for found in chosen.values():
-        renamed = {n: adapters.rename_module(n, back) for n in found.tensors}
+        renamed = {n: adapters.rename_adapter_tensor(n, back) for n in found.tensors}
         found.tensors = {renamed[n]: t for n, t in found.tensors.items()}
         found.stored = {renamed[n]: there for n, there in found.stored.items()}
     return {n: several for n, several in pieces.items() if n in named}
 
 
-def _find_config(base: OpenCheckpoint, config: str | None) -> dict[str, Any] | None:
-    """Return the config.json of the base model: that of `config`, where it was given, or the one beside the weights;
-    None where there is none."""
+def _find_base_config(base: OpenCheckpoint, config: str | None) -> dict[str, Any] | None:
+    """Return the content of config.json of the base model: that in `config` if it is given, else the one beside the
+    weights.
+
+    None if there is none.
+    """
     if base.checkpoint.config is not None and not config:
         return base.checkpoint.config
     return model_files.find_model_files(base.source, config, [])[0]
@@ -416,16 +427,17 @@ def _find_config(base: OpenCheckpoint, config: str | None) -> dict[str, Any] | N
 def _add_tied_weights(
     named: Mapping[str, str], tied: list[list[str]], plan: dict[str, lora_changes.Change]
 ) -> dict[str, lora_changes.Change]:
-    """Return a plan of changes with those of tied weights. They are one parameter in PEFT's model: what changes one of
-    them in place changes all, in the order of the model.
+    """Return the plan of changes extended to tied weights.
+
+    Tied weights are one parameter in PEFT's model, so a change of one of them in place changes all.
 
     Args:
         named: {name of a weight in the base model: its name in the checkpoint}.
-        tied: names of weights that are one parameter, list by list.
+        tied: lists of names of weights that are one parameter.
         plan: {name of a weight: its change}.
 
     Raises:
-        Unsupported: two tied weights have an adapter each, one with DoRA, or one with trained tokens.
+        Unsupported: tied weights have LoRA and trained tokens, or several adapters of which one uses DoRA.
     """
     out = dict(plan)
     for names in tied:
@@ -450,12 +462,14 @@ def _add_tied_weights(
     return {n: out[n] for n in named if n in out}
 
 
-def _is_one_copy(rows: list[lora_changes.Change | None], chosen: Mapping[str, _Adapter]) -> bool:
-    """Tell whether an adapter replaces all of some tied tensors by one copy, which PEFT ties again
+def _has_one_shared_copy(rows: list[lora_changes.Change | None], chosen: Mapping[str, _Adapter]) -> bool:
+    """Tell whether an adapter replaces all weights of a tied group by equal copies, which PEFT ties
     (ensure_weight_tying).
 
+    The copies are read from the adapter and compared.
+
     Args:
-        rows: the change of each of these tensors; None where it is not changed.
+        rows: the change of each weight of the group; None if it is not changed.
         chosen: {name: adapter}.
     """
     starts = [c.start for c in rows if c is not None and c.is_copy and c.start is not None]
@@ -470,13 +484,18 @@ def _is_one_copy(rows: list[lora_changes.Change | None], chosen: Mapping[str, _A
 def _find_tied_groups(
     base: OpenCheckpoint, named: Mapping[str, str], plan: Mapping[str, lora_changes.Change], config: str | None
 ) -> list[list[str]]:
-    """Find names of the base model that are one parameter, list by list: those that share bytes of a file, and
-    embeddings with equal bytes, unless config.json says that they are not tied.
+    """Find the weights of the base model that are one parameter under several names.
+
+    They share bytes of a file; or they are embeddings with equal bytes, unless config.json says that these are not
+    tied.
 
     Args:
         named: {name of a weight in the base model: its name in the checkpoint}.
         plan: {name of a weight: its change}.
-        config: folder or id of a Hugging Face model; None where none was given.
+        config: folder or id of a Hugging Face model; None if none was given.
+
+    Returns:
+        Lists of names, one for each such parameter.
 
     Raises:
         Unsupported: embeddings that the adapter changes have equal bytes, and there is no config.json.
@@ -503,7 +522,7 @@ def _find_tied_groups(
         same.setdefault(first, []).append(n)
     equal = [names for names in same.values() if len(names) > 1]
     if changed := [names for names in equal if any(n in plan for n in names)]:
-        model = _find_config(base, config)
+        model = _find_base_config(base, config)
         if model is None:
             one, other = changed[0][:2]
             raise Unsupported(
@@ -547,14 +566,14 @@ def _describe_merge(chosen: Mapping[str, _Adapter], plan: Mapping[str, lora_chan
     return out
 
 
-def _list_left_behind(
+def _list_unmerged_entries(
     base: OpenCheckpoint, theirs: OpenCheckpoint, named: Mapping[str, str], read: frozenset[str]
 ) -> list[Dropped]:
-    """List what a merge does not carry: everything besides weights, and the tensors of other adapters.
+    """List what the merged checkpoint does not have: all but weights, and tensors of adapters that are not merged.
 
     Args:
         named: {name of a weight in the base model: its name in the checkpoint}.
-        read: names of the adapter's tensors that are used.
+        read: names of the adapter's tensors that are merged.
     """
     rows: dict[str, Dropped] = {}
     used = {*named.values(), *read}
@@ -573,7 +592,7 @@ def _list_left_behind(
 # ---------------------------------------------------------------------------------------------------------- computing
 
 
-def _make_computation(
+def _make_merge_function(
     base: OpenCheckpoint,
     name: str,
     change: lora_changes.Change,
@@ -581,12 +600,13 @@ def _make_computation(
     *,
     upcast: bool,
 ) -> Callable[[int, int], Array]:
-    """Return a function that computes a merged weight, or some matrices of a stack, when it is called.
+    """Return a function that computes elements [first, end) of a merged weight, as an array of their bytes.
 
     Args:
         name: the weight's name in the base checkpoint.
+        change: how it changes; `first` and `end` are multiples of the size of one of its stacked matrices.
         chosen: {name: adapter}.
-        upcast: whether fp16, bf16 and float8 tensors of the adapter are taken to fp32 first.
+        upcast: whether fp16, bf16 and float8 tensors of the adapter are converted to fp32 first.
     """
 
     def of_adapter(adapter: str, tensor: str) -> torch.Tensor:
@@ -618,7 +638,7 @@ def _make_computation(
                 weight = weight.index_copy(0, torch.tensor(rows.indices, dtype=torch.int64), new)
             for update in change.updates:
                 if update.parts:
-                    a, b = _stack_parts(update, weight.shape[-2], of_adapter)
+                    a, b = _assemble_stack_lora(update, weight.shape[-2], of_adapter)
                 else:
                     a, b = (of_adapter(update.adapter, n) for n in (update.a, update.b))
                 if update.kind == "parameter":
@@ -633,15 +653,16 @@ def _make_computation(
     return compute
 
 
-def _stack_parts(
+def _assemble_stack_lora(
     update: lora_changes.Update, rows: int, read: Callable[[str, str], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return lora_A and lora_B of a stack whose parts have a LoRA each: of those of one matrix, the rows of A stand one
-    below the other, and those of B in a block diagonal, as PEFT puts them.
+    """Return lora_A and lora_B of a stack of matrices whose parts have a LoRA each.
+
+    For the parts of one matrix, the rows of A are concatenated, and B is block-diagonal, as in PEFT.
 
     Args:
-        rows: of each matrix.
-        read: returns the tensor of an adapter (its name, the tensor's).
+        rows: number of rows of each matrix.
+        read: returns a tensor of an adapter; called with (name of the adapter, name of the tensor).
     """
     import torch
 
@@ -659,21 +680,24 @@ def _stack_parts(
 
 
 def _multiply_stack(a: torch.Tensor, b: torch.Tensor, update: lora_changes.Update, part: range) -> torch.Tensor:
-    """Return scaling * B @ A of the matrices `part` of a stack, in the dtype of A and B; of a single matrix, as of a
-    linear layer."""
+    """Return scaling * B @ A for some matrices of a stack, in the dtype of A and B.
+
+    Args:
+        part: numbers of the matrices; a stack of one matrix is computed as a linear layer.
+    """
     import torch
 
     if update.stacked == 1:
-        return _multiply(a, b, update)
+        return _multiply_lora(a, b, update)
     mine = slice(part.start, part.stop)
     a, b = a.reshape(update.stacked, -1, a.shape[-1])[mine], b.reshape(b.shape[0], -1, update.stacked)[..., mine]
     product = torch.einsum("o r e, e r i -> e i o" if update.transposed else "o r e, e r i -> e o i", b, a)
     return product * update.scaling
 
 
-def _multiply(a: torch.Tensor, b: torch.Tensor, update: lora_changes.Update) -> torch.Tensor:
-    """Return scaling * B @ A in the dtype of the adapter, laid out as the weight; fp16 and bf16 are multiplied in
-    fp32."""
+def _multiply_lora(a: torch.Tensor, b: torch.Tensor, update: lora_changes.Update) -> torch.Tensor:
+    """Return scaling * B @ A in the dtype of the adapter and the layout of the weight; fp16 and bf16 are multiplied
+    in fp32."""
     import torch
 
     dtype = (b if update.kind in ("linear", "parameter") else a).dtype
@@ -707,7 +731,7 @@ def _apply_lora(
     """
     import torch
 
-    delta = _multiply(a, b, update)
+    delta = _multiply_lora(a, b, update)
     if magnitude is None:
         weight += delta.to(weight.dtype) if update.kind == "embedding" else delta
         return weight

@@ -37,24 +37,24 @@ from ..formats.crc import crc32, crc32_combine
 from ..formats.stored_tensors import decode_number
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, OtherCopy, TensorEntry
 from ..index.draft import Dropped
-from ..index.param_groups import names_by_group
+from ..index.param_groups import list_names_by_group
 from ..index.records import Record
 from ..printable import list_first
 from ..storage.buffers import IOBudget
 from ..storage.source import Source
-from .copy.stream import Reader, StreamJob, small
+from .copy.stream import Reader, StreamJob, read_small_tensors
 from .copy.tensor_digests import proof_digests
 
 __all__ = [
-    "compare_copies_of_ranks",
-    "describe_left_out",
-    "explain_other_weights",
-    "find_other_weights",
-    "list_left_out",
+    "compare_saved_replicas",
+    "describe_dropped_replicas",
+    "explain_diverged_replicas",
+    "find_diverged_replicas",
+    "list_dropped_replicas",
+    "refuse_diverged_replicas",
     "refuse_equal_ranks",
+    "refuse_misplaced_files",
     "refuse_mixed_steps",
-    "refuse_other_files",
-    "refuse_other_weights",
 ]
 
 #: (tensor, row of its chunks), and of the record that it lies in: length, CRC32, the piece's first byte.
@@ -91,10 +91,10 @@ def refuse_equal_ranks(ckpt: Checkpoint, source: Source) -> None:
                 pieces.setdefault(file, {})[name, k] = find(t, k)
     summed = {f: found for f, found in pieces.items() if None not in found.values()}
     for a, b in [
-        *_find_equal_sums(ckpt, summed),
+        *_find_copies_by_crc32(ckpt, summed),
         *_find_equal_files(ckpt, source, [f for f in pieces if f not in summed]),
     ]:
-        proof = _find_proof(ckpt, source, pieces[a], pieces[b], in_both=ckpt.spreads_tensors)
+        proof = _find_proof_of_copy(ckpt, source, pieces[a], pieces[b], in_both=ckpt.spreads_tensors)
         if proof is not None:
             raise Corrupt(
                 f"{ckpt.root}: {ckpt.files[a]} of rank {ckpt.ranks[a]} and {ckpt.files[b]} of rank {ckpt.ranks[b]} "
@@ -106,15 +106,17 @@ def refuse_equal_ranks(ckpt: Checkpoint, source: Source) -> None:
 
 
 def _may_be_copies(ckpt: Checkpoint) -> bool:
-    """Tell whether files of two ranks may be copies by what is known of their items: the first one of each that is
-    known and does not hold zeros. A file of which none is known may be one."""
+    """Tell whether files of two ranks may be copies of each other, going by the records that are known so far.
+
+    Of each file, the first known record that is not zeros is compared; a file without any may be a copy.
+    """
     first: dict[int, Record] = {}
     for r in ckpt.records:
         if (
             r.extent.file in ckpt.ranks
             and r.known
             and r.extent.length > 8
-            and r.crc32 != _crc_of_zeros(r.extent.length)
+            and r.crc32 != _compute_zeros_crc32(r.extent.length)
         ):
             other = first.setdefault(r.extent.file, r)
             first[r.extent.file] = min(other, r, key=lambda r: r.extent.offset)
@@ -123,12 +125,13 @@ def _may_be_copies(ckpt: Checkpoint) -> bool:
     return len(first) < len(holding) or len(sums) < len(first)
 
 
-def refuse_other_files(ckpt: Checkpoint, source: Source) -> None:
-    """Refuse a checkpoint of which a file is a copy of another file of the same rank, or has bytes behind the last item
-    that the index names. Zeros there are padding.
+def refuse_misplaced_files(ckpt: Checkpoint, source: Source) -> None:
+    """Raise if a file is a copy of another file of its rank, or has bytes behind the last item that the index names.
+
+    Zeros behind the last item are padding.
 
     Raises:
-        Corrupt: with the file, and the other one where there is one.
+        Corrupt: with the file, and the file that it is a copy of, if there is one.
     """
     longer = {
         f for f, n in ckpt.tails.items() if any(source.read(ckpt.files[f], ckpt.sizes[f] - n, min(n, _STEP_BYTES)))
@@ -145,11 +148,11 @@ def refuse_other_files(ckpt: Checkpoint, source: Source) -> None:
         for k, file in enumerate(t.chunks.file):
             if file in several and "float" in t.dtype and prod(t.chunks.shape_of(k)) > 1 and find is not None:
                 found = find(t, k)
-                if found is not None and found[1] != _crc_of_zeros(found[0]):
+                if found is not None and found[1] != _compute_zeros_crc32(found[0]):
                     named.setdefault(file, {}).setdefault(found[:2], []).append((name, k))
-    for one, other in _find_copies(ckpt, named):
-        unlike = (rows for key, rows in named[one].items() if _differ_in_numbers(rows, named[other][key]))
-        if one in longer or sum(_is_varied(ckpt, source, *rows[0]) for rows in unlike) > 1:
+    for one, other in _find_copies_in_rank(ckpt, named):
+        unlike = (rows for key, rows in named[one].items() if _differ_in_layer_numbers(rows, named[other][key]))
+        if one in longer or sum(_has_several_values(ckpt, source, *rows[0]) for rows in unlike) > 1:
             raise Corrupt(
                 f"{ckpt.root}: {ckpt.files[one]} holds the same numbers as {ckpt.files[other]}, under other names: "
                 f'those of "{next(iter(named[one].values()))[0][0]}" are among them. One file was copied over the '
@@ -166,11 +169,16 @@ def refuse_other_files(ckpt: Checkpoint, source: Source) -> None:
         )
 
 
-def _find_copies(ckpt: Checkpoint, named: Mapping[int, Mapping[tuple[int, int], Any]]) -> Iterator[tuple[int, int]]:
-    """Yield pairs of files (by number) of one rank of which the first has no record that the second has not.
+def _find_copies_in_rank(
+    ckpt: Checkpoint, named: Mapping[int, Mapping[tuple[int, int], Any]]
+) -> Iterator[tuple[int, int]]:
+    """Find files whose records are all in another file of the same rank.
 
     Args:
         named: {file: {(length, CRC32) of a record: pieces of tensors in it}}.
+
+    Yields:
+        (number of the file, number of the other file).
     """
     owners: dict[tuple[int, tuple[int, int]], set[int]] = {}
     for file, sums in named.items():
@@ -182,27 +190,34 @@ def _find_copies(ckpt: Checkpoint, named: Mapping[int, Mapping[tuple[int, int], 
             yield file, min(others)
 
 
-def _differ_in_numbers(rows: Sequence[Piece], others: Sequence[Piece]) -> bool:
-    """Tell whether pieces of tensors, (name, row), that hold equal numbers have names that differ in more than words:
-    of layers 0 and 5, say. A weight and its master, an average of it, a tied one differ in words."""
+def _differ_in_layer_numbers(rows: Sequence[Piece], others: Sequence[Piece]) -> bool:
+    """Tell whether no name in `rows` has the same numbers in it as a name in `others`: those of layers 0 and 5, say.
+
+    Weights and their masters, averages or tied copies have the same numbers in their names, and may hold equal data.
+
+    Args:
+        rows, others: pieces of tensors, (name, number of the chunk).
+    """
 
     one, two = ({tuple(re.findall(r"\d+", name)) for name, _ in of} for of in (rows, others))
     return not one & two
 
 
 @lru_cache(4096)
-def _crc_of_zeros(n: int) -> int:
+def _compute_zeros_crc32(n: int) -> int:
     """Compute the CRC32 of `n` zero bytes."""
     if n < 2:
         return crc32(bytes(n))
-    half = _crc_of_zeros(n // 2)
+    half = _compute_zeros_crc32(n // 2)
     both = crc32_combine(half, half, n // 2)
     return crc32_combine(both, crc32(b"\0"), 1) if n % 2 else both
 
 
 def _make_record_finder(ckpt: Checkpoint) -> Callable[[TensorEntry, int], Sum | None]:
-    """Return a function of a tensor and the number of a chunk in it, which finds the record that contains the chunk:
-    (length of the record, its CRC32, offset of the chunk in it), or None if there is none."""
+    """Return a function that finds the record that contains a chunk; called with (tensor, number of the chunk).
+
+    It returns (length of the record, its CRC32, offset of the chunk in it), or None if there is no known record.
+    """
     by_file = ckpt.records.by_file()
 
     def find(t: TensorEntry, row: int) -> Sum | None:
@@ -222,16 +237,20 @@ def _make_record_finder(ckpt: Checkpoint) -> Callable[[TensorEntry, int], Sum | 
     return find
 
 
-def _find_equal_sums(ckpt: Checkpoint, summed: Mapping[int, Mapping[Piece, Sum | None]]) -> Iterator[tuple[int, int]]:
-    """Yield pairs of files (by number) of different ranks of which the first has no record, but for zeros, that the
-    second has not.
+def _find_copies_by_crc32(
+    ckpt: Checkpoint, summed: Mapping[int, Mapping[Piece, Sum | None]]
+) -> Iterator[tuple[int, int]]:
+    """Find files whose records, zeros aside, are all in a file of another rank, by length and CRC32.
 
     Args:
         summed: {file: {piece of a tensor: the record that it lies in}}.
+
+    Yields:
+        (number of the file, number of the other rank's file).
     """
     sets: dict[frozenset[tuple[int, int]], list[int]] = {}
     for file, found in summed.items():
-        if keys := frozenset(s[:2] for s in found.values() if s is not None and s[1] != _crc_of_zeros(s[0])):
+        if keys := frozenset(s[:2] for s in found.values() if s is not None and s[1] != _compute_zeros_crc32(s[0])):
             sets.setdefault(keys, []).append(file)
     owners: dict[tuple[int, int], set[frozenset[tuple[int, int]]]] = {}
     for keys in sets:
@@ -245,8 +264,13 @@ def _find_equal_sums(ckpt: Checkpoint, summed: Mapping[int, Mapping[Piece, Sum |
 
 
 def _find_equal_files(ckpt: Checkpoint, source: Source, files: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield pairs of files (by number) of different ranks that are equal, byte by byte; all `files` are read in part,
-    and such pairs as a whole."""
+    """Find files of different ranks that are equal byte by byte.
+
+    Files are compared at a few places first, and completely if these are equal.
+
+    Yields:
+        (number of a file, number of the other rank's file).
+    """
     seen: dict[Any, int] = {}
     for file in files:
         name, size = ckpt.files[file], ckpt.sizes[file]
@@ -260,7 +284,7 @@ def _find_equal_files(ckpt: Checkpoint, source: Source, files: Iterable[int]) ->
             yield first, file
 
 
-def _find_proof(
+def _find_proof_of_copy(
     ckpt: Checkpoint,
     source: Source,
     a: Mapping[Piece, Sum | None],
@@ -268,14 +292,14 @@ def _find_proof(
     *,
     in_both: bool,
 ) -> str | None:
-    """Find the largest tensor that shows one file to be a copy of another: it holds more than one number over and over.
+    """Find the largest tensor that shows one file to be a copy of another: a tensor with more than one distinct number.
 
     Args:
         a, b: {piece of a tensor: the record that it lies in} of the two files.
         in_both: whether each file must have a part of the tensor.
 
     Returns:
-        Its name; None if there is none, or if `in_both` is set and their parts of a tensor differ.
+        Its name; None if there is none, or if `in_both` is set and the two parts of a common tensor differ.
     """
     pieces = list(a)
     if in_both:
@@ -287,11 +311,15 @@ def _find_proof(
             return None
     pieces = [p for p in pieces if ckpt.tensors[p[0]].dtype not in _REPETITIVE]
     pieces.sort(key=lambda p: -ckpt.tensors[p[0]].nbytes)
-    return next((name for name, k in pieces if _is_varied(ckpt, source, name, k)), None)
+    return next((name for name, k in pieces if _has_several_values(ckpt, source, name, k)), None)
 
 
-def _is_varied(ckpt: Checkpoint, source: Source, name: str, row: int) -> bool:
-    """Tell whether a piece of a tensor, given by the name and the number of the chunk, holds more than one number."""
+def _has_several_values(ckpt: Checkpoint, source: Source, name: str, row: int) -> bool:
+    """Tell whether a chunk of a tensor holds more than one distinct number.
+
+    Args:
+        name, row: the tensor, and the number of the chunk in it.
+    """
     t = ckpt.tensors[name]
     c, item = t.chunks[row], ITEMSIZE[t.dtype]
     chunks = Chunks(len(c.shape))
@@ -311,9 +339,12 @@ def _is_varied(ckpt: Checkpoint, source: Source, name: str, row: int) -> bool:
 _STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
 
 
-def compare_copies_of_ranks(ckpt: Checkpoint, source: Source) -> Checkpoint:
-    """Read the copies of tensors that have to be compared, and return the checkpoint with those that differ in
-    `others`."""
+def compare_saved_replicas(ckpt: Checkpoint, source: Source) -> Checkpoint:
+    """Read and compare the replicas of tensors that several ranks saved.
+
+    Returns:
+        The index with those that differ added to `others`, and without `replicas`.
+    """
     if not ckpt.replicas:
         return ckpt
     both = {f"{which} {k}": t for k, r in enumerate(ckpt.replicas) for which, t in (("kept", r.kept), ("copy", r.copy))}
@@ -326,24 +357,26 @@ def compare_copies_of_ranks(ckpt: Checkpoint, source: Source) -> Checkpoint:
     return replace(ckpt, replicas=[], others=[*ckpt.others, *unlike])
 
 
-def refuse_other_weights(ckpt: Checkpoint) -> None:
-    """Refuse a checkpoint in which some ranks' copies of weights or of the optimizer differ from those that are kept,
-    of the lowest rank.
+def refuse_diverged_replicas(ckpt: Checkpoint) -> None:
+    """Raise if replicas of weights or of optimizer state differ between ranks; those of the lowest rank are kept.
 
     Raises:
-        Corrupt: with the first tensor, the ranks, and how many there are.
+        Corrupt: with the first tensor, its ranks, and how many tensors differ.
     """
-    if rows := find_other_weights(ckpt):
+    if rows := find_diverged_replicas(ckpt):
         raise Corrupt(
-            f"{ckpt.root}: {explain_other_weights(ckpt, rows)}. To keep those of one rank, use "
+            f"{ckpt.root}: {explain_diverged_replicas(ckpt, rows)}. To keep those of one rank, use "
             f"{argument('allow_mixed_steps', True)}.",
             code="CKPT0409",
         )
 
 
-def explain_other_weights(ckpt: Checkpoint, rows: Sequence[OtherCopy]) -> str:
-    """Return a sentence on which ranks have other weights than the kept ones, and what that means; `rows` are those
-    copies, at least one."""
+def explain_diverged_replicas(ckpt: Checkpoint, rows: Sequence[OtherCopy]) -> str:
+    """Return a sentence on which ranks have other weights than the kept replicas, and what that means.
+
+    Args:
+        rows: the replicas that differ, at least one.
+    """
     names = list(dict.fromkeys(o.name for o in rows))
     ranks = sorted({o.rank for o in rows if o.name == names[0]})
     return (
@@ -356,17 +389,16 @@ def explain_other_weights(ckpt: Checkpoint, rows: Sequence[OtherCopy]) -> str:
     )
 
 
-def find_other_weights(ckpt: Checkpoint) -> list[OtherCopy]:
-    """Find the copies that should be equal to the kept ones: of weights and of the optimizer, but not of a module's
-    statistics and counters.
+def find_diverged_replicas(ckpt: Checkpoint) -> list[OtherCopy]:
+    """Find the replicas that should equal the kept ones: of weights and optimizer state, but not of module statistics.
 
-    A tensor of the model that every rank has whole is a buffer if the weights are sharded and the optimizer does not
-    know it.
+    A tensor of the model that every rank saved completely counts as a buffer, which each rank may have its own of, if
+    the weights are sharded and the optimizer does not know it.
     """
     kept = {o.name: t for o in ckpt.others if (t := ckpt.tensors.get(o.name)) is not None}
     if not kept:
         return []
-    trained = {n for group in names_by_group(ckpt) or () for n in group}
+    trained = {n for group in list_names_by_group(ckpt) or () for n in group}
     trained |= {t.parameter for t in ckpt.tensors.values() if t.slot is not None}
     sharded = any(len(set(t.chunks.file)) > 1 for t in ckpt.tensors.values() if t.component == "model")
 
@@ -380,10 +412,10 @@ def find_other_weights(ckpt: Checkpoint) -> list[OtherCopy]:
     return [o for o in ckpt.others if o.name in kept and not is_own(kept[o.name])]
 
 
-def list_left_out(ckpt: Checkpoint) -> list[Dropped]:
-    """List the entries that other ranks have with other numbers and the index has not, as extra.per_rank.RANK.NAME,
-    with their bytes and the reason."""
-    weights = set(find_other_weights(ckpt))
+def list_dropped_replicas(ckpt: Checkpoint) -> list[Dropped]:
+    """List the replicas of other ranks that differ from the kept ones and are dropped, named
+    extra.per_rank.RANK.NAME."""
+    weights = set(find_diverged_replicas(ckpt))
     why = (
         "each rank has its own, and the lowest rank's is kept",
         "ranks should have the same, and the lowest rank's is kept",
@@ -391,8 +423,8 @@ def list_left_out(ckpt: Checkpoint) -> list[Dropped]:
     return [Dropped(f"extra.per_rank.{o.rank}.{o.name}", o.nbytes, why[o in weights]) for o in ckpt.others]
 
 
-def describe_left_out(ckpt: Checkpoint) -> str:
-    """Return the note about entries of which ranks have other numbers; `ckpt.others` has some."""
+def describe_dropped_replicas(ckpt: Checkpoint) -> str:
+    """Return a note on the entries in which ranks differ; `ckpt.others` has at least one."""
     names = dict.fromkeys(o.name for o in ckpt.others)
     ranks = len({o.rank for o in ckpt.others})
     return (
@@ -406,12 +438,11 @@ def describe_left_out(ckpt: Checkpoint) -> str:
 
 
 def refuse_mixed_steps(ckpt: Checkpoint, source: Source) -> None:
-    """Refuse a folder (of a layout that spreads tensors over files) in which the steps of parameters differ exactly
-    along the lines of files, or of ranks.
+    """Raise if the optimizer steps of parameters differ exactly between files, or between ranks, but not within them.
 
-    Param groups are judged one by one, since they may have been trained for different numbers of steps. A file counts
-    only with two or more steps of a group: one step alone is as likely a parameter that was unfrozen later, and becomes
-    a note.
+    Only layouts that spread tensors over files are checked. Param groups are compared one by one, since they may have
+    been trained for different numbers of steps. A file counts only with two or more steps of a group: a single
+    different step is as likely a parameter that was unfrozen later, and becomes a note.
 
     Raises:
         Corrupt: with the files and their steps.
@@ -429,14 +460,14 @@ def refuse_mixed_steps(ckpt: Checkpoint, source: Source) -> None:
     if len(sums) == 1 and None not in {s for _, s in sums}:
         return  # equal CRC32s of one number each: equal numbers, and nothing was read
     if source.count_unproved()[0]:  # in a store: two of each file, and all of them if these differ
-        few = [n for of in _group_by(names, file).values() for n in of[:2]]
+        few = [n for of in _group_names_by(names, file).values() for n in of[:2]]
         if len(set(_read_steps(ckpt, source, few, file).values())) == 1:
             return
     steps = _read_steps(ckpt, source, names, file)
-    groups = _map_groups(ckpt, names)
+    groups = _map_steps_to_groups(ckpt, names)
     text = ""
     for place in (file, {n: ckpt.ranks[f] for n, f in file.items()}):
-        found = _find_split_along(names, groups, place, steps)
+        found = _find_step_split(names, groups, place, steps)
         if found is None:
             text = ""
             continue
@@ -456,8 +487,8 @@ def refuse_mixed_steps(ckpt: Checkpoint, source: Source) -> None:
         ckpt.notes.append(f"{text}: it was trained for fewer steps, or the file is from another save")
 
 
-def _group_by(names: Iterable[str], key: Mapping[str, int]) -> dict[int, list[str]]:
-    """Return {key: the names that have it}."""
+def _group_names_by(names: Iterable[str], key: Mapping[str, int]) -> dict[int, list[str]]:
+    """Return {value: the names that `key` maps to it}."""
     out: dict[int, list[str]] = {}
     for n in names:
         out.setdefault(key[n], []).append(n)
@@ -467,13 +498,16 @@ def _group_by(names: Iterable[str], key: Mapping[str, int]) -> dict[int, list[st
 def _read_steps(
     ckpt: Checkpoint, source: Source, names: Sequence[str], file: Mapping[str, int]
 ) -> dict[str, float | int | None]:
-    """Read steps, which are tensors of one number: {name: step, None of an unknown dtype}.
+    """Read optimizer steps, which are tensors of one number.
 
     Args:
         file: {name: number of the file that it is in}.
+
+    Returns:
+        {name: step}; None for a step of an unknown dtype.
     """
     source.prefetch((ckpt.files[file[n]], *ckpt.tensors[n].chunks[0].extent[1:]) for n in names)
-    return {n: decode_number(ckpt.tensors[n].dtype, d) for n, d in small(ckpt, source, names).items()}
+    return {n: decode_number(ckpt.tensors[n].dtype, d) for n, d in read_small_tensors(ckpt, source, names).items()}
 
 
 def _format_step(step: float | int | None) -> str:
@@ -481,8 +515,8 @@ def _format_step(step: float | int | None) -> str:
     return "a step of an unknown dtype" if step is None else f"step {step:g}"
 
 
-def _map_groups(ckpt: Checkpoint, names: Iterable[str]) -> dict[str, int]:
-    """Return {name of a step: number of the param group that its parameter is in}; -1 where no group lists it."""
+def _map_steps_to_groups(ckpt: Checkpoint, names: Iterable[str]) -> dict[str, int]:
+    """Return {name of a step: number of the param group of its parameter}; -1 if no group lists it."""
     of: dict[Any, int] = {}
     for v in ckpt.values.values():
         if v.option == "params" and isinstance(v.data, list):
@@ -490,11 +524,11 @@ def _map_groups(ckpt: Checkpoint, names: Iterable[str]) -> dict[str, int]:
     return {n: of.get(ckpt.tensors[n].path[2], -1) for n in names}
 
 
-def _find_split_along(
+def _find_step_split(
     names: list[str], groups: Mapping[str, int], place: Mapping[str, int], steps: Mapping[str, Any]
 ) -> tuple[str, str, bool] | None:
-    """Find two places (files or ranks) between which the steps of an optimizer differ, while no place has two different
-    steps in a param group.
+    """Find two places (files or ranks) whose optimizer steps differ, if no place has different steps in one param
+    group.
 
     Args:
         names: the steps, by name.
@@ -503,8 +537,9 @@ def _find_split_along(
         steps: {name: step}.
 
     Returns:
-        (name of a step that is not the usual one, name of one that is, whether both places have two or more). None
-            where steps differ within a place, or where another group has equal steps in the same two places.
+        (name of a step that differs from the most frequent one, name of one that does not, whether both places have two
+        or more steps). None if no steps differ, if they differ within a place, or if another group has equal steps in
+        the same two places.
     """
     cells: dict[int, dict[int, list[str]]] = {}
     for n in names:

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from .. import layouts
 from ..errors import CkpttoolError, Corrupt, NotRecognised, Unsupported, UsageError, argument
-from ..formats.pickles import Refused, children
+from ..formats.pickles import Refused, list_children
 from ..formats.stored_tensors import flatten_like_dcp
 from ..index.check import check
-from ..index.checkpoint import Checkpoint, Salvage, Value, joined, ranks_without_rng_state, tied_weights
+from ..index.checkpoint import Checkpoint, Salvage, Value, find_ranks_without_rng_state, joined, tied_weights
 from ..index.draft import Dropped
-from ..index.param_groups import names_by_group
+from ..index.param_groups import list_names_by_group
 from ..index.selection import NOT_RESUMED, EntrySelection, explain_no_match
 from ..options import MergeRequest, OpenKeywords, OpenOptions, list_keywords
 from ..printable import count_noun, list_first
 from ..progress import log_detail, log_step
-from ..storage.source import Source, raise_file_limit
+from ..storage.source import Source, raise_open_file_limit
 from ..storage.urls import UNFINISHED
 from .copy.value_digests import equal_values, split_lists, value_digests
 from .discover import detection, unread_files
 from .recorded import RECORD, Recorded, explain_missing, read_record
-from .selecting import select_part, selection_of
+from .selecting import make_selection, select_part
 
 if TYPE_CHECKING:
     from . import salvage
@@ -37,13 +37,13 @@ __all__ = [
     "MergedCheckpoint",
     "OpenCheckpoint",
     "OpenOptions",
-    "drop_other_layout",
+    "collect_model_hints",
+    "drop_unfit_source_layout",
     "drop_unused_hints",
     "list_optimizer_order",
-    "model_of",
     "open",
     "open_checkpoint",
-    "refuse_unused",
+    "refuse_unused_hints",
     "show_path",
 ]
 
@@ -53,7 +53,7 @@ CheckpointPath = str | os.PathLike[str] | layouts.Place
 
 
 def show_path(path: CheckpointPath) -> str:
-    """Return the path or URL of a checkpoint, for people."""
+    """Return the path or URL of a checkpoint as text, for messages."""
     return os.path.join(path.source.root, path.file or "") if isinstance(path, layouts.Place) else os.fspath(path)
 
 
@@ -96,7 +96,7 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
 
     @property
     def stored(self) -> Checkpoint:
-        """Return the index of what was selected, as its files have it: before anything was renamed."""
+        """Return the index of the opened part, before any renaming."""
         return self.changes[0][1] if self.changes else self.checkpoint
 
     @property
@@ -105,18 +105,22 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
         return self.source.root if self.folder else os.path.join(self.source.root, self.checkpoint.files[0])
 
     def recorded(self) -> Recorded | None:
-        """Read what the ckpttool.json in the folder says, once; None where there is none."""
+        """Return the content of the folder's ckpttool.json, which is read once; None if there is none."""
         if not self._record:
             self._record.append(read_record(self.source) if self.folder else None)
         return self._record[0]
 
     def expect_recorded(self, ignore: bool = False) -> None:
-        """Make the digests in ckpttool.json those that this checkpoint must have (`Checkpoint.recorded`), as far as
-        they are about it; `ignore` takes away those that it carries itself too. What cannot be compared is put into
-        `notes`.
+        """Set `Checkpoint.recorded` to the digests in ckpttool.json that this checkpoint must have, and compare those
+        of values.
+
+        What cannot be compared, and why, is added to the notes of the checkpoint.
+
+        Args:
+            ignore: expect no digests instead, not even those that the checkpoint carries itself.
 
         Raises:
-            Corrupt: names, dtypes or shapes are not those of the record.
+            Corrupt: names, dtypes, shapes or values are not those of the record.
         """
         ckpt, found = self.checkpoint, None if self.checkpoint.recorded and not ignore else self.recorded()
         stored = self.stored
@@ -188,10 +192,10 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
                 )
 
     def locate(self) -> Checkpoint:
-        """Find the raw byte ranges of all tensors, and return the index with them, checked again; every item's framing
-        has been looked into, once.
+        """Find the raw byte ranges of all tensors, and return the index with them.
 
-        Everything that reads bytes of tensors begins here: verify, convert, the handles of this mapping, and live
+        The first call checks the framing of every item and refuses mixed files; later calls return the same index.
+        Everything that reads bytes of tensors calls this first: verify, convert, the handles of this mapping, and live
         loads.
 
         Raises:
@@ -204,7 +208,7 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
                     if self.source.patched is not None:
                         from . import salvage
 
-                        self.checkpoint = salvage.leave_out_lost(self.checkpoint, self.source.patched)
+                        self.checkpoint = salvage.drop_lost_tensors(self.checkpoint, self.source.patched)
                     check(self.checkpoint)
                 self._refuse_mixtures()
                 self.located = True
@@ -220,22 +224,21 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
         from . import mixups
         from .transform import masters
 
-        self.checkpoint = mixups.compare_copies_of_ranks(self.checkpoint, self.source)
+        self.checkpoint = mixups.compare_saved_replicas(self.checkpoint, self.source)
         if not self.allow_equal_ranks:
             mixups.refuse_equal_ranks(self.checkpoint, self.source)
-            mixups.refuse_other_files(self.checkpoint, self.source)
+            mixups.refuse_misplaced_files(self.checkpoint, self.source)
         if not self.allow_mixed_steps:
-            mixups.refuse_other_weights(self.checkpoint)
+            mixups.refuse_diverged_replicas(self.checkpoint)
             mixups.refuse_mixed_steps(self.checkpoint, self.source)
             if self.source.patched is None:
-                masters.refuse_other_masters(self.checkpoint, self.source)
+                masters.refuse_differing_masters(self.checkpoint, self.source)
                 if self.whole is not None:
-                    rest = masters.pairs_of_moments(self.whole, self.checkpoint)
-                    masters.refuse_other_masters(self._locate_part(rest), self.source)
+                    rest = masters.select_pairs_of_moments(self.whole, self.checkpoint)
+                    masters.refuse_differing_masters(self._locate_part(rest), self.source)
 
     def recheck(self) -> None:
-        """Refuse files of ranks that do not belong together once more, by what is known of items that were looked into
-        only when they were read.
+        """Check again whether files of ranks belong together, if items in a store were checked only as they were read.
 
         Raises:
             Corrupt: with the files, and what shows it.
@@ -244,39 +247,48 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
             self._refuse_mixtures()
 
     def note_unproved(self, proved_by: str) -> list[str]:
-        """Return a note that items in a store were not looked into, if there are such; `proved_by` says, as a main
-        clause, what reads and proves all."""
+        """Return a list with one note if items in a store have not been checked yet; else [].
+
+        Args:
+            proved_by: what reads and checks all items, as the subject of a sentence: "the conversion".
+        """
         if not (count := self.source.count_unproved()[0]):
             return []
         looked = "only the first of each kind and of each file"
         return [f"{count:,} items in the store were not looked into, {looked}: {proved_by} reads and proves all"]
 
     def _locate_part(self, part: Checkpoint) -> Checkpoint:
-        """Return a part of the index with its tensors located in files."""
+        """Return a part of the index with the raw byte ranges of its tensors."""
         if self.located or self.layout.locate is None or not part.tensors:
             return part
         return self.layout.locate(part, self.source)
 
     def describe_sampled_masters(self, most: int = 32) -> str | None:
-        """Look at elements of at most `most` masters (fp32 copies), or of 4 where every read is a request, and say
-        which do not round to the weights beside them; None where all do, and where their bytes cannot be read, which
-        is for `locate` to say."""
+        """Compare samples of fp32 masters with the weights that they should round to, and describe those that do not.
+
+        Args:
+            most: number of masters to sample; on a remote source 4.
+
+        Returns:
+            A sentence; None if all samples round to their weights, there are no masters, or their bytes cannot be read
+            (`locate` then raises).
+        """
         ckpt = self.whole or self.checkpoint
         if self.source.patched is not None or not ckpt.has_masters:
             return None
         from .transform import masters
 
         ckpt = self.checkpoint
-        if self.whole is not None and masters.pairs_of_moments(self.whole, ckpt).tensors:
+        if self.whole is not None and masters.select_pairs_of_moments(self.whole, ckpt).tensors:
             ckpt = self.whole
-        some = masters.some_pairs(ckpt, 4 if self.source.is_remote else most)
+        some = masters.select_some_pairs(ckpt, 4 if self.source.is_remote else most)
         try:
             found = masters.sample_masters(some := self._locate_part(some), self.source)
         except CkpttoolError:
             return None
-        count, every = len(masters.master_pairs(some)), len(masters.master_pairs(ckpt))
+        count, every = len(masters.find_master_pairs(some)), len(masters.find_master_pairs(ckpt))
         head = f"of {every:,} fp32 masters {count:,} were looked at: " if count < every else ""
-        return head + masters.describe_differences(some, found) if found else None
+        return head + masters.describe_differing_masters(some, found) if found else None
 
     def read(self, name: str) -> bytes:
         """Read all bytes, row-major, of the small tensor of this canonical name into memory.
@@ -284,13 +296,12 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
         Raises:
             Corrupt: they do not have the source's CRC32.
         """
-        from .copy.stream import small
+        from .copy.stream import read_small_tensors
 
-        return small(self.locate(), self.source, [name])[name]
+        return read_small_tensors(self.locate(), self.source, [name])[name]
 
-    def _index_with_names(self) -> Checkpoint:
-        """Get the index with the names of the tensors. Layouts that do not frame items find names only in `locate`,
-        which is called for them.
+    def _get_named_index(self) -> Checkpoint:
+        """Return the index with the names of all tensors, after `locate` if the layout finds names only there.
 
         Raises:
             Corrupt: `locate` finds damage.
@@ -311,21 +322,21 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
         """
         from .handle import make_handle
 
-        self._index_with_names()
+        self._get_named_index()
         return make_handle(self, name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._index_with_names().tensors)
+        return iter(self._get_named_index().tensors)
 
     def __len__(self) -> int:
-        return len(self._index_with_names().tensors)
+        return len(self._get_named_index().tensors)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._index_with_names().tensors
+        return name in self._get_named_index().tensors
 
     def keys(self) -> KeysView[str]:
         """List the canonical names of all tensors."""
-        return self._index_with_names().tensors.keys()
+        return self._get_named_index().tensors.keys()
 
     # one that is open is equal to none but itself
     __eq__, __hash__ = object.__eq__, object.__hash__
@@ -373,7 +384,16 @@ class MergedCheckpoint(OpenCheckpoint):
         left_behind: list[Dropped],
         selection: EntrySelection = EntrySelection(("model",)),  # noqa: B008
     ) -> MergedCheckpoint:
-        """Make one of its parts, of which the first says how it was opened; the index is located."""
+        """Make a checkpoint from others.
+
+        Args:
+            parts: the checkpoints that it is made of, each with the names of its tensors that weights are computed
+                from; the first also gives layout and options.
+            checkpoint, source: the located index, and its files.
+            kept: {tensor of the first part that stays unchanged: its name there}.
+            left_behind: entries of the parts that it does not have.
+            selection: the part of the state that it has.
+        """
         first = parts[0][0]
         return cls(
             checkpoint,
@@ -390,9 +410,13 @@ class MergedCheckpoint(OpenCheckpoint):
         )
 
     def expect_recorded(self, ignore: bool = False) -> None:
-        """Make the digests recorded of the first part those that unchanged weights must have. The inputs of computed
-        weights, with the digests recorded of them, go into `inputs`, to be compared later; with `ignore`, no digests
-        are expected.
+        """Expect the recorded digests of the first part for unchanged weights.
+
+        The tensors that weights are computed from, with their recorded digests, are added to `inputs`, to be compared
+        later.
+
+        Args:
+            ignore: expect no digests.
 
         Raises:
             Corrupt: names, dtypes or shapes are not those of a record.
@@ -418,31 +442,31 @@ def open(
     weights: str | None = None,
     **reading: Unpack[OpenKeywords],
 ) -> OpenCheckpoint:
-    """Read the index of a checkpoint in any layout and prove it sound; no tensor byte is read.
+    """Read the index of a checkpoint in any layout and check it; no tensor byte is read.
 
     Args:
         path: a folder, a file, or the URL of one.
-        source_layout: its layout, where the files alone do not tell.
+        source_layout: its layout, if the files alone do not tell.
         only: what to keep: components, and names or globs of tensors and values (["model.layers.[0-3].*", "optim"]);
-            all where None. A name stands for everything below it, too.
+            None for all. A name includes everything below it.
         drop_matching: names and globs of what to leave out.
         rename: {regular expression: replacement} for the names of parameters ("layers.0.weight"), in the model and in
             the optimizer, applied one after the other, as `re.sub` does; after `only`.
         weights: which weights are the model: the key of an average ("ema"), a file beside the checkpoint, or
-            "schedule-free-x"; nothing else is in it then. As the trainer saved it where None.
+            "schedule-free-x"; the result then has nothing else. None for the model as the trainer saved it.
         config: folder or id of a Hugging Face model with the same architecture.
-        like: another checkpoint of the same model; it says about the parameters what this one does not: names, order,
-            shapes. flat_layout, wrap: file with what `describe_fsdp1` returned in the job; patterns of the modules that
-            FSDP1 wrapped, ["**.layers.*"].
-        tag: which save, where a DeepSpeed folder holds several; the one that `latest` names where None.
+        like: another checkpoint of the same model, for what this one does not say about the parameters: names, order,
+            shapes.
+        flat_layout: file with what `describe_fsdp1` returned in the job.
+        wrap: patterns of the modules that FSDP1 wrapped, ["**.layers.*"].
+        tag: which save, if a DeepSpeed folder holds several; None for the one that `latest` names.
         allow_equal_ranks: read it although one rank's file looks like a copy of another's.
         allow_mixed_steps: read it although its files look like those of different steps.
 
     Raises:
-        NotRecognised, Unsupported, Corrupt, Unsafe: as errors.py tells them apart. Two files of ranks that do not
-            belong together are Corrupt when the checkpoint is located, not here: by the first read of a tensor at the
-            latest.
-        UsageError: an argument makes no sense.
+        NotRecognised, Unsupported, Corrupt, Unsafe: as errors.py tells them apart. Files of ranks that do not belong
+            together raise Corrupt not here, but when a tensor is first read (`locate`).
+        UsageError: an argument has a wrong value, or does not apply to the layout.
     """
     options = OpenOptions(only=only, weights=weights, **reading)
     opened = open_checkpoint(path, options)
@@ -458,26 +482,26 @@ def open_checkpoint(
     needed: Callable[[str], bool] = lambda component: True,
     prove_later: bool = False,
 ) -> OpenCheckpoint:
-    """Read the index of a checkpoint and prove it sound, as `open` does.
+    """Read the index of a checkpoint and check it, as `open` does.
 
     Args:
-        model: what `model_of(options)` returns; None if the caller has not called it, then it is called here.
-        check_hints: whether to refuse hints that the reader does not use; a caller who may use them does so itself
-            (`refuse_unused`).
-        needed: called with the name of a component, tells whether an entry of it that cannot be read is an error;
-            others are left out, with a note.
-        prove_later: in a store, look into the first items of each kind only, and into each other item when it is read
-            (storage/frames.py). All bytes have to be read through the source of what is returned.
+        model: what `collect_model_hints(options)` returns; None to call it here.
+        check_hints: whether to refuse hints that the reader does not use; a caller that may use them calls
+            `refuse_unused_hints` itself.
+        needed: tells, for the name of a component, whether an entry of it that cannot be read is an error; otherwise
+            the entry is left out, with a note.
+        prove_later: in a store, check only the first items of each kind now, and each other item when it is read
+            (storage/frames.py). The caller must read all bytes through the source of what is returned.
 
     Raises:
         CkpttoolError: what `open` raises; the files are closed then.
     """
     if options.weights is not None:
-        return _open_weights(path, options, options.weights, model, check_hints)
-    selection = selection_of(options)
+        return _open_chosen_weights(path, options, options.weights, model, check_hints)
+    selection = make_selection(options)
     only = selection.components
-    model = model or model_of(options)
-    raise_file_limit()
+    model = model or collect_model_hints(options)
+    raise_open_file_limit()
     where = path if isinstance(path, layouts.Place) else layouts.place(path)
     folder = where.file is None
     where.source.prove_later(prove_later and not options.salvage)
@@ -491,17 +515,17 @@ def open_checkpoint(
         found, where, unused = _choose_layout(given, options, check_hints)
         ckpt = _read_index(found, where, given, options, model, damaged)
         record = read_record(where.source) if folder else None
-        ckpt, of_layout = _undo_values_of_layout(ckpt, record)
+        ckpt, of_layout = _restore_original_values(ckpt, record)
         # what it does not include
         if where == given or where.source.sibling_names:  # an archive holds nothing besides
             ckpt = _note_unread_files(ckpt, where, found)
-        ckpt = _note_what_is_missing(ckpt, record, only is None or "rng" in only)
+        ckpt = _add_notes_on_missing(ckpt, record, only is None or "rng" in only)
         ckpt = replace(ckpt, notes=[*ckpt.notes, *unused])
         # the part that was asked for, as far as it can be read
         whole = None if only is None else ckpt
         if only is not None:
             ckpt = _keep_components(ckpt, only, selection.only or ())
-        ckpt, unreadable = _leave_unreadable(ckpt, needed)
+        ckpt, unreadable = _drop_unreadable_values(ckpt, needed)
         check(ckpt)
         opened = OpenCheckpoint(
             checkpoint=ckpt,
@@ -530,15 +554,18 @@ def open_checkpoint(
 def _choose_layout(
     given: layouts.Place, options: OpenOptions, check_hints: bool
 ) -> tuple[layouts.Layout, layouts.Place, list[str]]:
-    """Return (the layout of a place, the place that it reads there, notes on hints that it does not use).
+    """Find the layout of a place.
 
     Args:
-        check_hints: as of `open_checkpoint`.
+        check_hints: as in `open_checkpoint`.
+
+    Returns:
+        (the layout, the place that it reads there, notes on hints that it does not use).
 
     Raises:
         Corrupt: a conversion to a store was interrupted.
-        Unsupported: the place has to be salvaged, and its layout has commands of its own for that.
-        CkpttoolError: no layout, or several, have such a place; or a hint makes no sense.
+        Unsupported: the place is to be salvaged, and its layout has its own commands for that.
+        CkpttoolError: no layout, or several, match the place; or a hint does not apply.
     """
     if given.file is None and given.source.is_remote and UNFINISHED in given.source.list():
         raise Corrupt(
@@ -547,7 +574,7 @@ def _choose_layout(
             code="CKPT0420",
         )
     found = layouts.find(options.source_layout) if options.source_layout else detection.detect(given)
-    unused = refuse_unused(options, found.name, found.reader_uses) if check_hints else []
+    unused = refuse_unused_hints(options, found.name, found.reader_uses) if check_hints else []
     where = found.mount(given)
     if options.salvage and where != given:
         raise Unsupported(
@@ -564,21 +591,21 @@ def _read_index(
     model: layouts.ModelHints,
     damaged: list[salvage.Problem],
 ) -> Checkpoint:
-    """Return the index as the layout reads it, without what a salvage has lost.
+    """Return the index as the layout reads it; when salvaging, without the tensors that are lost.
 
     Args:
         where, given: the place that the layout reads, and the one that the caller named.
-        damaged: what the salvage found; the tensors that it loses are added.
+        damaged: problems of files that the salvage found.
 
     Raises:
-        CkpttoolError: whatever the layout refuses; a delta that is opened as a checkpoint.
+        CkpttoolError: whatever the layout raises; or the place is a delta and not a checkpoint.
     """
     reading = layouts.ReadOptions(
         config=model.config,
         like=model.like,
         flat_layout=model.flat_layout,
         wrap=model.wrap,
-        only=selection_of(options).components,
+        only=make_selection(options).components,
         tag=options.tag,
         allow_equal_ranks=options.allow_equal_ranks,
         salvage=options.salvage,
@@ -594,17 +621,20 @@ def _read_index(
         return ckpt
     from . import salvage
 
-    return salvage.leave_out_lost(ckpt, where.source.patched, damaged)
+    return salvage.drop_lost_tensors(ckpt, where.source.patched, damaged)
 
 
-def _note_what_is_missing(ckpt: Checkpoint, record: Recorded | None, with_rng: bool) -> Checkpoint:
-    """Return the index with notes on what it does not include: other models and optimizers in the place, what a
-    selection left behind, and, `with_rng`, the random states of ranks."""
+def _add_notes_on_missing(ckpt: Checkpoint, record: Recorded | None, with_rng: bool) -> Checkpoint:
+    """Return the index with notes on what it lacks: diverged replicas, what a conversion left out, and random states.
+
+    Args:
+        with_rng: whether to note ranks without random states.
+    """
     notes: list[str] = []
     if ckpt.others:
-        from .mixups import describe_left_out
+        from .mixups import describe_dropped_replicas
 
-        notes.append(describe_left_out(ckpt))
+        notes.append(describe_dropped_replicas(ckpt))
     if record is not None and record.selection is not None:
         notes.append(f"{RECORD}: a part of a checkpoint was written here, {record.selection}. {NOT_RESUMED}")
     if with_rng:
@@ -612,20 +642,22 @@ def _note_what_is_missing(ckpt: Checkpoint, record: Recorded | None, with_rng: b
     return replace(ckpt, notes=[*ckpt.notes, *notes])
 
 
-def _open_weights(
+def _open_chosen_weights(
     path: CheckpointPath, options: OpenOptions, key: str, model: layouts.ModelHints | None, check_hints: bool
 ) -> OpenCheckpoint:
-    """Open a checkpoint with the set of its weights that a key names as its model, and nothing else. Of a folder that
-    is no checkpoint itself, open the one below it that has such a name, as diffusers has unet/ and unet_ema/.
+    """Open a checkpoint with a chosen set of its weights as its model, and nothing else.
+
+    If the folder is no checkpoint itself, open the checkpoint in it that the key names, such as unet_ema/ of diffusers.
 
     Args:
-        model, check_hints: as of `open_checkpoint`.
+        key: names the set of weights.
+        model, check_hints: as in `open_checkpoint`.
 
     Raises:
-        UsageError, Unsupported: there is no such set, or it is not whole.
+        UsageError, Unsupported: there is no such set, or it is incomplete.
         CkpttoolError: the checkpoint cannot be opened.
     """
-    from ..index.weight_sets import match_key
+    from ..index.weight_sets import find_matching_keys
     from .weights import choose_weights
 
     whole = replace(options, weights=None, only=None, drop_matching=None, rename=None)
@@ -643,7 +675,7 @@ def _open_weights(
     except NotRecognised as e:
         below = e.below.checkpoints if isinstance(e.below, detection.Checkpoints) else []
         names = {os.path.basename(found.path): found.path for found in below}
-        keys = match_key(key, names)
+        keys = find_matching_keys(key, names)
         if len(keys) != 1:
             raise
         opened = open_whole(names[keys[0]])
@@ -654,7 +686,7 @@ def _open_weights(
         made = MergedCheckpoint.of(
             ((chosen.whole, chosen.inputs),), chosen.checkpoint, chosen.source, chosen.kept, chosen.left_behind
         )
-        asked = selection_of(options)
+        asked = make_selection(options)
         part = select_part(replace(made, selection=replace(asked, only=asked.only or ("model",))), options.rename or {})
         kept = ((part.renamed.get(n, n), there) for n, there in made.kept.items())
         part.kept = {n: there for n, there in kept if n in part.checkpoint.tensors}
@@ -665,22 +697,22 @@ def _open_weights(
 
 
 def _note_unread_files(ckpt: Checkpoint, where: layouts.Place, layout: layouts.Layout) -> Checkpoint:
-    """Return the index with a list of the files beside it that belong to the checkpoint and that its layout does not
-    read, and with a note on them."""
+    """Return the index with the files of the checkpoint that its layout does not read in `unread`, and a note on
+    them."""
     saves = layout.saves
     if layout.of_trainer and saves is not None and not saves.pointers & set(where.source.list()):
         saves = None  # a trainer's directory without DeepSpeed inside
     known = {r.name for r in ckpt.unread}
     if where.source.patched is not None:
         known |= where.source.patched.patches.keys()
-    beside = unread_files.unread(where.source, where.file, ckpt, saves)
+    beside = unread_files.list_unread_files(where.source, where.file, ckpt, saves)
     unread = [*ckpt.unread, *(r for r in beside if r.name not in known)]
-    return replace(ckpt, unread=unread, notes=[*ckpt.notes, *unread_files.note(unread)])
+    return replace(ckpt, unread=unread, notes=[*ckpt.notes, *unread_files.make_unread_note(unread)])
 
 
 def _note_missing_random_states(ckpt: Checkpoint) -> list[str]:
-    """Return a note on ranks that have no random states where others have some; [] where there are none."""
-    if not (ranks := ranks_without_rng_state(ckpt)):
+    """Return a list with one note on ranks without random states, if other ranks have some; else []."""
+    if not (ranks := find_ranks_without_rng_state(ckpt)):
         return []
     first = list_first(ranks, 8)
     return [
@@ -689,19 +721,21 @@ def _note_missing_random_states(ckpt: Checkpoint) -> list[str]:
     ]
 
 
-def _leave_unreadable(ckpt: Checkpoint, needed: Callable[[str], bool]) -> tuple[Checkpoint, list[Dropped]]:
-    """Leave out the values that the reader could not read, with a note on the first; returns (the rest, what was left
-    out).
+def _drop_unreadable_values(ckpt: Checkpoint, needed: Callable[[str], bool]) -> tuple[Checkpoint, list[Dropped]]:
+    """Leave out the values that the reader could not read, with a note on the first.
 
     Args:
-        needed: called with the name of a component, tells whether a value of it that cannot be read is an error.
+        needed: tells, for the name of a component, whether a value of it that cannot be read is an error.
+
+    Returns:
+        (the index without them, what was left out).
 
     Raises:
         Unsupported: with the first whose component is needed.
     """
     out: list[Dropped] = []
     for name, v in ckpt.values.items():
-        if (why := _find_unreadable(v.data)) is None:
+        if (why := _explain_unreadable(v.data)) is None:
             continue
         component = str(v.path[0])
         if needed(component):
@@ -718,27 +752,29 @@ def _leave_unreadable(ckpt: Checkpoint, needed: Callable[[str], bool]) -> tuple[
     return replace(ckpt, values=values, notes=[*ckpt.notes, note]), out
 
 
-def _find_unreadable(data: Any) -> str | None:
-    """Return why a part of a value (nested dicts and lists) could not be read; None where all of it was."""
+def _explain_unreadable(data: Any) -> str | None:
+    """Return why a part of a value (nested dicts and lists) could not be read; None if all of it was."""
     todo = [data]
     while todo:
         x = todo.pop()
         if isinstance(x, Refused):
             return x.why
-        todo.extend(children(x))
+        todo.extend(list_children(x))
     return None
 
 
-def refuse_unused(options: OpenOptions, here: str, used: Iterable[str]) -> list[str]:
-    """Refuse a hint that nothing would look at. Those that are true of the model, whatever the layout, become notes,
-    which are returned.
+def refuse_unused_hints(options: OpenOptions, here: str, used: Iterable[str]) -> list[str]:
+    """Raise if a hint was given that nothing uses.
 
     Args:
         here: what the hint does not apply to, for messages: a layout, or "SOURCE -> TARGET".
-        used: names of the hints that are looked at.
+        used: names of the hints that are used.
+
+    Returns:
+        Notes on unused hints that are harmless: `config` and `like`.
 
     Raises:
-        UsageError: with the layouts that use it.
+        UsageError: with the layouts that use the hint.
     """
     known = layouts.layouts().values()
     notes: list[str] = []
@@ -775,9 +811,11 @@ def drop_unused_hints(path: CheckpointPath, options: OpenOptions) -> OpenOptions
     return replace(options, **unused)
 
 
-def drop_other_layout(path: CheckpointPath, options: OpenOptions) -> OpenOptions:
-    """Return the options without their `source_layout`, unless the checkpoint at `path` has that layout: of two
-    checkpoints that are compared, it may be that of one only."""
+def drop_unfit_source_layout(path: CheckpointPath, options: OpenOptions) -> OpenOptions:
+    """Return the options without `source_layout` if the checkpoint at `path` does not have that layout.
+
+    For commands with several checkpoints, in which the option may apply to one only.
+    """
     if options.source_layout is None:
         return options
     where = path if isinstance(path, layouts.Place) else layouts.place(path)
@@ -786,12 +824,14 @@ def drop_other_layout(path: CheckpointPath, options: OpenOptions) -> OpenOptions
     return options if fits else replace(options, source_layout=None)
 
 
-def _undo_values_of_layout(ckpt: Checkpoint, record: Recorded | None) -> tuple[Checkpoint, set[str]]:
-    """Remove the values that ckpttool had to add for the layout, put together those that the layout holds in pieces,
-    and take apart lists that lost elements, as ckpttool.json says, where the files still have what was written.
+def _restore_original_values(ckpt: Checkpoint, record: Recorded | None) -> tuple[Checkpoint, set[str]]:
+    """Restore the values of the source, where ckpttool.json says that a conversion changed their form for the layout.
+
+    Values that the layout required are removed, values that it splits are joined, and lists that lost elements are
+    split. Only values that are still as ckpttool wrote them are touched.
 
     Args:
-        record: what ckpttool.json says; None where there is none.
+        record: the content of ckpttool.json; None if there is none.
 
     Returns:
         (the index, the names of the values that were removed).
@@ -808,16 +848,17 @@ def _undo_values_of_layout(ckpt: Checkpoint, record: Recorded | None) -> tuple[C
             if all(n in held and equal_values(held[n], piece) for n, piece in pieces.items()):
                 values = {n: v for n, v in values.items() if n not in pieces} | {name: value}
     if known := ckpt.recorded_values or (record and record.values):  # whole values have no elements that could be gone
-        values = _name_left_elements(values, known)
+        values = _split_shortened_lists(values, known)
     return replace(ckpt, values=values), added
 
 
-def _name_left_elements(values: dict[str, Value], known: Mapping[str, str]) -> dict[str, Value]:
-    """Take apart lists of which elements were dropped, so that the rest has the names that were recorded, and leave out
-    None in the place of an element that was dropped.
+def _split_shortened_lists(values: dict[str, Value], known: Mapping[str, str]) -> dict[str, Value]:
+    """Split lists of which elements were dropped, so that the other elements have the recorded names.
+
+    None at the place of a dropped element is left out.
 
     Args:
-        known: names in the record of all values; what they map to is not looked at.
+        known: the names in the record of all values, as its keys.
     """
     if lost := known.keys() - values.keys():
         values = split_lists(values, lost)
@@ -830,10 +871,10 @@ def _split_as_dcp(value: Value) -> dict[str, Value]:
 
 
 def _keep_components(ckpt: Checkpoint, components: frozenset[str], only: tuple[str, ...]) -> Checkpoint:
-    """Keep some components; a note says if fp32 masters (unrounded copies of weights) are left out.
+    """Return the index with some components only; a note says if fp32 masters of a kept optimizer are left out.
 
     Args:
-        only: the patterns that were given, of which these are the components.
+        only: the patterns that the user gave; `components` are theirs.
 
     Raises:
         UsageError: the checkpoint does not have one of them.
@@ -855,29 +896,29 @@ def _keep_components(ckpt: Checkpoint, components: frozenset[str], only: tuple[s
     return out
 
 
-def model_of(options: OpenOptions) -> layouts.ModelHints:
-    """Collect what these options say about the model; opens the checkpoint that `like` names.
+def collect_model_hints(options: OpenOptions) -> layouts.ModelHints:
+    """Collect what the options say about the model; opens the checkpoint that `like` names.
 
     Raises:
-        CkpttoolError: that cannot be opened.
+        CkpttoolError: that checkpoint cannot be opened.
     """
     known = None
     if options.like is not None:
         with open(options.like) as other:
-            known = _describe_reference(other.checkpoint)
+            known = _describe_reference_model(other.checkpoint)
     flat_layout = None if options.flat_layout is None else os.fspath(options.flat_layout)
     return layouts.ModelHints(options.config, known, flat_layout, None if options.wrap is None else tuple(options.wrap))
 
 
-def _describe_reference(ckpt: Checkpoint) -> layouts.ReferenceModel:
-    """Describe the model of a checkpoint (shapes, dtypes, ties, order and param groups), for another one whose files do
-    not tell that."""
+def _describe_reference_model(ckpt: Checkpoint) -> layouts.ReferenceModel:
+    """Describe the model of a checkpoint (shapes, dtypes, ties, order, param groups), to read another one whose
+    files lack that."""
     model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
     return layouts.ReferenceModel(
         {n: (t.shape, t.dtype) for n, t in model.items()},
         tied_weights(model),
         list_optimizer_order(ckpt),
-        names_by_group(ckpt),
+        list_names_by_group(ckpt),
         {n: t.chunks for n, t in model.items()},
         ckpt.tensor_parallel,
     )
@@ -886,5 +927,5 @@ def _describe_reference(ckpt: Checkpoint) -> layouts.ReferenceModel:
 def list_optimizer_order(ckpt: Checkpoint) -> tuple[str, ...] | None:
     """List the FQNs of parameters in the order in which the param groups list them; None where the groups list no
     names."""
-    groups = names_by_group(ckpt)
+    groups = list_names_by_group(ckpt)
     return tuple(n for g in groups for n in g) or None if groups is not None else None

@@ -19,20 +19,20 @@ from ..options import ARCHIVE_LAYOUT, OpenOptions
 from ..printable import count_noun
 from ..storage.overlay import ComputedSource
 from ..storage.source import Source
-from .computed_files import BoxReader, ComputedFiles, choose_page
+from .computed_files import BoxReader, ComputedFiles, choose_page_size
 from .opening import MergedCheckpoint, OpenCheckpoint, open_checkpoint
-from .weights import forget_optimizer
+from .weights import remove_optimizer_notes
 
 if TYPE_CHECKING:
     from .copy.dtypes import Array
 
-__all__ = ["apply_own_deltas", "facts_of", "open_own_delta"]
+__all__ = ["apply_own_deltas", "get_delta_facts", "open_own_delta"]
 
 _LEFT = "the delta does not hold this part of the state, and it belongs to that of before"
 
 
 def open_own_delta(where: layouts.Place) -> OpenCheckpoint | None:
-    """Open the delta of ckpttool at a place; None where there is none, or an archive of a state.
+    """Open the delta of ckpttool at a place; None if it is something else, such as an archive of a state.
 
     Raises:
         Corrupt, Unsafe: it is damaged.
@@ -42,50 +42,54 @@ def open_own_delta(where: layouts.Place) -> OpenCheckpoint | None:
     opened = open_checkpoint(where, OpenOptions(as_delta=True, allow_equal_ranks=True, allow_mixed_steps=True))
     if opened.checkpoint.derived is None:
         return None
-    if facts_of(opened)["tensors"].keys() != opened.checkpoint.tensors.keys():
+    if get_delta_facts(opened)["tensors"].keys() != opened.checkpoint.tensors.keys():
         raise Corrupt(
             f"{opened.source.root}: PROVENANCE.json lists other tensors than the archive has.", code="CKPT0425"
         )
     return opened
 
 
-def facts_of(delta: OpenCheckpoint) -> dict[str, Any]:
-    """Return what a delta says of the checkpoints that it is made from: `difference` explains it."""
+def get_delta_facts(delta: OpenCheckpoint) -> dict[str, Any]:
+    """Return the facts in a delta about the two checkpoints it was made from, as the module `difference` describes
+    them."""
     facts: dict[str, Any] = (delta.checkpoint.derived or {})["delta"]
     return facts
 
 
 def apply_own_deltas(base: OpenCheckpoint, deltas: list[OpenCheckpoint], sources: list[Source]) -> MergedCheckpoint:
-    """Return a checkpoint with deltas applied, in their order.
+    """Return a checkpoint with deltas applied in their order; its tensors are computed when they are read.
 
     Args:
-        sources: the files of the deltas, which the result closes.
+        sources: the files of the deltas, which closing the result closes.
 
     Raises:
-        Unsupported: the base, or a delta, is not what the next one was made from.
+        Unsupported: a delta was not made from the base, or from the result of the delta before it.
+        Corrupt: a delta names a tensor of another dtype or shape as the base of one of its tensors.
     """
     located = base.locate()
-    forget_optimizer(base)
+    remove_optimizer_notes(base)
     last = deltas[-1].checkpoint
     parts = {str(t.path[0]) for t in last.tensors.values()} | {str(v.path[0]) for v in last.values.values()}
     held = {n: t for n, t in located.tensors.items() if str(t.path[0]) in parts}
     _refuse_other_base(base, held, deltas[0])
-    chain = {n: _Steps((t.dtype, t.shape), t, [], facts_of(deltas[0])["base_tensors"][n][2]) for n, t in held.items()}
+    chain = {
+        n: _Steps((t.dtype, t.shape), t, [], get_delta_facts(deltas[0])["base_tensors"][n][2]) for n, t in held.items()
+    }
     for before, delta in zip([None, *deltas], deltas, strict=False):
         if before is not None:
             _refuse_other_version(before, delta)
-        chain = _follow(delta, chain)
+        chain = _extend_steps(delta, chain)
     files, reader, ties = ComputedFiles(located), BoxReader(located, base.source), tied_weights(last.tensors)
     tensors: dict[str, TensorEntry] = {}
     for name, t in ((n, t) for n, t in last.tensors.items() if n not in ties):
         tensor = _Applied(name, base.location, t, reader, chain[name])
         place = files.add(
-            f"{name} (patched)", t.dtype, t.shape, tensor.compute, choose_page([t]), 2 * ITEMSIZE[t.dtype]
+            f"{name} (patched)", t.dtype, t.shape, tensor.compute, choose_page_size([t]), 2 * ITEMSIZE[t.dtype]
         )
         tensors[name] = replace(t, chunks=Chunks.whole(t.shape, *place))
     tensors = {n: replace(tensors[ties.get(n, n)], path=t.path) for n, t in last.tensors.items()}
     files.working_bytes += reader.working_bytes + base.source.working_bytes + (4 << 20) * len(deltas)
-    facts = facts_of(deltas[-1])
+    facts = get_delta_facts(deltas[-1])
     values = last.values if parts != {"model"} else {n: v for n, v in located.values.items() if v.component == "model"}
     out = replace(
         located,
@@ -97,8 +101,8 @@ def apply_own_deltas(base: OpenCheckpoint, deltas: list[OpenCheckpoint], sources
         trainer=None if parts == {"model"} else last.trainer,
         recorded={n: digest for n, (_, digest) in facts["tensors"].items()},
         rounded={},
-        notes=[*located.notes, *(_describe(base, d) for d in deltas)],
-        derived={"applied": {"deltas": [_record(d) for d in deltas]}},
+        notes=[*located.notes, *(_describe_applied_delta(base, d) for d in deltas)],
+        derived={"applied": {"deltas": [_make_delta_record(d) for d in deltas]}},
     )
     behind = [Dropped(n, t.nbytes, _LEFT) for n, t in located.tensors.items() if n not in held]
     behind += [Dropped(n, 0, _LEFT) for n, v in located.values.items() if str(v.path[0]) not in parts]
@@ -116,8 +120,11 @@ class _AppliedCheckpoint(MergedCheckpoint):
     """A checkpoint with deltas applied, which say what digests it must have."""
 
     def expect_recorded(self, ignore: bool = False) -> None:
-        """Expect the digests of the deltas, and of the base those in its ckpttool.json; with `ignore`, none of the
-        base."""
+        """Expect the digests that the last delta says, and for the base those in its ckpttool.json.
+
+        Args:
+            ignore: expect no digests of the base.
+        """
         recorded = self.checkpoint.recorded
         super().expect_recorded(ignore)
         self.checkpoint.recorded = recorded
@@ -129,7 +136,7 @@ def _refuse_other_base(base: OpenCheckpoint, held: Mapping[str, TensorEntry], de
     Raises:
         Unsupported: with the first difference.
     """
-    wanted, record = facts_of(delta)["base_tensors"], base.recorded()
+    wanted, record = get_delta_facts(delta)["base_tensors"], base.recorded()
     known = {} if record is None or record.problem or not record.about(base.checkpoint) else record.tensors
     for name in [*wanted, *held]:
         t, (dtype, shape, digest) = held.get(name), wanted.get(name, ("", (), ""))
@@ -154,7 +161,7 @@ def _refuse_other_version(before: OpenCheckpoint, delta: OpenCheckpoint) -> None
     Raises:
         Unsupported: with the two digests.
     """
-    have, wanted = facts_of(before)["result"], facts_of(delta)["base"]
+    have, wanted = get_delta_facts(before)["result"], get_delta_facts(delta)["base"]
     if have != wanted:
         raise Unsupported(
             f"{delta.source.root} was made from a checkpoint with the digest {wanted[:16]}, and {before.source.root} "
@@ -174,14 +181,17 @@ class _Steps:
     digest: str
 
 
-def _follow(delta: OpenCheckpoint, chain: Mapping[str, _Steps]) -> dict[str, _Steps]:
-    """Return what tensors are made of once a further delta was applied.
+def _extend_steps(delta: OpenCheckpoint, chain: Mapping[str, _Steps]) -> dict[str, _Steps]:
+    """Return how each tensor is computed after one more delta, {name: steps}.
+
+    Args:
+        chain: the same before this delta.
 
     Raises:
-        Corrupt: the delta says of a tensor that it is the difference to one of another dtype or shape.
+        Corrupt: the delta names a tensor of another dtype or shape as the base of one of its tensors.
     """
     out: dict[str, _Steps] = {}
-    for name, (origin, _) in facts_of(delta)["tensors"].items():
+    for name, (origin, _) in get_delta_facts(delta)["tensors"].items():
         t = delta.checkpoint.tensors[name]
         of = _Steps((t.dtype, t.shape), None, [], "") if origin is None else chain.get(origin)
         if of is None or of.kind != (t.dtype, t.shape):
@@ -207,10 +217,11 @@ class _Applied:
     hasher: Any = None
 
     def compute(self, first: int, end: int) -> Array:
-        """Compute elements [first, end).
+        """Compute elements [first, end) as bytes.
 
         Raises:
-            Corrupt: the base's tensor, once all of it was read, is not the one that the delta was made from.
+            Corrupt: the base's tensor, after all of it was read in order, does not have the digest that the delta was
+                made from.
         """
         import numpy as np
 
@@ -219,14 +230,18 @@ class _Applied:
             x = np.zeros((end - first) * item, "u1")
         else:
             x = self.reader.read_range(t, first, end).view("u1")
-            self._check(first, end, x)
+            self._check_base_digest(first, end, x)
         for delta, stored in self.steps.deltas:
             file, offset = stored.chunks.file[0], stored.chunks.offset[0] + first * item
             x ^= np.frombuffer(delta.source.read(delta.checkpoint.files[file], offset, len(x)), "u1")
         return x
 
-    def _check(self, first: int, end: int, data: Array) -> None:
-        """Add bytes of the base to its digest, and compare that behind the last one."""
+    def _check_base_digest(self, first: int, end: int, data: Array) -> None:
+        """Add bytes of the base to its digest, if they follow the previous ones, and compare the digest after the last.
+
+        Raises:
+            Corrupt: the digest is not that of the tensor that the delta was made from.
+        """
         if first == 0:
             self.at, self.hasher = 0, blake3()
         if first != self.at or self.hasher is None:
@@ -241,18 +256,18 @@ class _Applied:
             )
 
 
-def _describe(base: OpenCheckpoint, delta: OpenCheckpoint) -> str:
-    """Return a sentence on a delta that is applied."""
-    facts = facts_of(delta)
+def _describe_applied_delta(base: OpenCheckpoint, delta: OpenCheckpoint) -> str:
+    """Return a note on a delta that is applied."""
+    facts = get_delta_facts(delta)
     return (
         f"{delta.source.root}, a delta of ckpttool from {facts['base'][:16]} to {facts['result'][:16]}, is applied to "
         f"{base.location}: the digests of {count_noun(len(facts['tensors']), 'tensor')} are compared"
     )
 
 
-def _record(delta: OpenCheckpoint) -> dict[str, Any]:
-    """Return what ckpttool.json says of a delta that was applied."""
-    facts = facts_of(delta)
+def _make_delta_record(delta: OpenCheckpoint) -> dict[str, Any]:
+    """Return the entry of ckpttool.json for a delta that was applied."""
+    facts = get_delta_facts(delta)
     return {
         "program": "ckpttool",
         "name": os.path.basename(delta.source.root),

@@ -38,14 +38,14 @@ _MEASURES = ("moved", "max_abs", "max_rel", "max_ulp", "differing", "opposite_si
 def render_checkpoint(
     summary: Summary, statistics: Statistics | None = None, difference: Difference | None = None
 ) -> str:
-    """Return a page about a checkpoint as one HTML file that refers to no other.
+    """Return a page about a checkpoint as one HTML file that loads no other file.
 
     Args:
-        statistics: what `stats` found in it, with exponents for histograms; None shows none.
-        difference: what `diff` found between it and another one; None compares nothing.
+        statistics: what `stats` returned for it, with exponents for histograms; None to show none.
+        difference: what `diff` returned for it and another checkpoint; None to show none.
 
     Raises:
-        UsageError: one of them is of another checkpoint.
+        UsageError: `statistics` or `difference` is of another checkpoint.
     """
     environment = make_environment("ckpttool.pages")
     environment.filters |= {"human": human, "counted": count_noun}
@@ -91,14 +91,16 @@ def render_checkpoint(
 def describe_tensors(
     ckpt: Checkpoint, statistics: Statistics | None = None, difference: Difference | None = None
 ) -> dict[str, Any]:
-    """Return what a page knows of single tensors and files, as plain data.
+    """Return the data of a page about single tensors and files, as plain data.
 
-    Columns have an entry for each tensor, in the order of the checkpoint: "names", "dtype" (of "dtypes"), "shape" (of
-    "shapes"), "bytes", "place" (of "places", -1 where there were too many chunks), "chunks" (how many), "group" (of the
-    optimizer, -1 without one). A place is [number of dimensions that are cut, first of them, files, starts, sizes]:
-    where the chunks of a tensor lie, one after the other. "tied" {tensor: the one that has the same bytes}, by index;
-    "files" {"names", "bytes", "ranks", "components": {component: bytes in each file}}. Without the arguments,
-    "statistics" and "difference" are None. Numbers have 7 digits; those that JSON does not have are texts.
+    Lists with an entry for each tensor, in the order of the checkpoint: "names", "bytes", "chunks" (how many), "dtype"
+    (index into "dtypes"), "shape" (index into "shapes"), "group" (param group, -1 without one), and "place" (index into
+    "places", -1 if there are too many chunks). A place says where the chunks of a tensor are: [number of dimensions
+    that are cut, the first of them, file numbers, starts, sizes].
+
+    "tied" is {tensor: the tensor with the same bytes}, by index. "files" is {"names", "bytes", "ranks", "components":
+    {component: bytes in each file}}. "statistics" and "difference" are None if the argument is. Numbers are rounded to
+    7 digits; NaN and infinite ones are text.
 
     Raises:
         UsageError: `statistics` or `difference` is of another checkpoint.
@@ -152,10 +154,14 @@ class _Places:
         self.bytes_of: dict[str, list[float]] = {}
 
     def add(self, component: str, chunks: Chunks, item: float, shape: tuple[int, ...]) -> None:
-        """Add a tensor; `item` is the bytes of an element, 0 where they are counted for another tensor."""
+        """Add a tensor.
+
+        Args:
+            item: bytes of an element; 0 if its bytes are counted for the tensor that it is tied to.
+        """
         key = (chunks.ndim, shape, *(column.tobytes() for column in (chunks.start, chunks.shape, chunks.file)))
         if key not in self._known:
-            self._known[key] = self._describe(chunks, shape)
+            self._known[key] = self._add_place(chunks, shape)
             numbers: dict[int, int] = {}
             for row, file in enumerate(chunks.file):
                 numbers[file] = numbers.get(file, 0) + math.prod(chunks.shape_of(row))
@@ -165,8 +171,8 @@ class _Places:
         for file, count in self._numbers[key].items():
             in_files[file] += count * item
 
-    def _describe(self, chunks: Chunks, shape: tuple[int, ...]) -> int:
-        """Add an arrangement to those that were found and return its number; -1 where there are too many boxes."""
+    def _add_place(self, chunks: Chunks, shape: tuple[int, ...]) -> int:
+        """Add an arrangement of chunks to `found` and return its number; -1 if there are too many chunks."""
         count = len(chunks)
         if count > _BOXES_OF_ONE or self._boxes + count > _BOXES:
             return -1
@@ -183,18 +189,20 @@ class _Places:
 
 
 def _shorten_number(x: float | None) -> float | str | None:
-    """Return a number with 7 digits; text where JSON does not have it."""
+    """Return a float rounded to 7 digits, or as text if it is NaN or infinite; integers and None are unchanged."""
     if x is None or isinstance(x, int):
         return x
     return float(f"{x:.7g}") if math.isfinite(x) else str(x)
 
 
 def _list_statistics(names: list[str], statistics: Statistics) -> dict[str, Any]:
-    """Return the statistics of all tensors as columns; "exponents" has [smallest exponent, counts from it on] of each,
-    None where they were not counted.
+    """Return the statistics of all tensors as columns, {column: list}.
+
+    "exponents" has [smallest exponent, counts of it and the following ones] for each tensor; None if they were not
+    counted.
 
     Raises:
-        UsageError: they are of another checkpoint.
+        UsageError: the statistics are of another checkpoint.
     """
     rows = statistics.rows
     if odd := next(((n, r) for n, r in zip_longest(names, (r.name for r in rows)) if n != r), None):
@@ -211,11 +219,17 @@ def _list_statistics(names: list[str], statistics: Statistics) -> dict[str, Any]
 
 
 def _list_differences(index: dict[str, int], difference: Difference) -> dict[str, Any]:
-    """Return what differs as plain data: {"changed": {tensor: measures}, "dtypes", "shapes": {tensor: [there]}} with
-    tensors by index, "only_here": indices, "only_there": names, "measures": what the numbers of `changed` are.
+    """Return a difference as plain data, with tensors as indices.
+
+    Args:
+        index: {name of a tensor: its index}.
+
+    Returns:
+        {"measures": names of the numbers in "changed", "changed": {tensor: numbers}, "dtypes" and "shapes": {tensor:
+        that of the other checkpoint}, "only_here": indices, "only_there": names}.
 
     Raises:
-        UsageError: it is of another checkpoint.
+        UsageError: the difference is of another checkpoint.
     """
 
     def find(names: Iterable[str]) -> dict[str, int]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from .. import layouts
 from ..bounded_json import parse
 from ..errors import CkpttoolError, Corrupt, Unsupported, UsageError, argument
-from ..formats.delta_streams import WORKING_BYTES, ChangeStream, open_stream, require_checksums
+from ..formats.delta_streams import WORKING_BYTES, ChangeStream, open_change_stream, require_checksum_package
 from ..formats.deltas import Delta, TensorPatch
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry
 from ..index.draft import Dropped
@@ -31,13 +31,13 @@ from ..printable import count_noun
 from ..storage import urls
 from ..storage.overlay import ComputedSource
 from ..storage.source import Source
-from .computed_files import BoxReader, ComputedFiles, choose_page
+from .computed_files import BoxReader, ComputedFiles, choose_page_size
 from .deltas import find_deltas
 from .opening import CheckpointPath, MergedCheckpoint, OpenCheckpoint, open_checkpoint
 from .own_deltas import apply_own_deltas, open_own_delta
 from .recorded import MOST_RECORD_BYTES, RECORD
-from .selecting import select_part, selection_of
-from .weights import forget_optimizer
+from .selecting import make_selection, select_part
+from .weights import remove_optimizer_notes
 
 if TYPE_CHECKING:
     from .copy.dtypes import Array
@@ -49,14 +49,14 @@ _OTHER = "Give the version that the delta was made from"
 
 
 def open_patched(src: CheckpointPath, options: OpenOptions, model: layouts.ModelHints) -> MergedCheckpoint:
-    """Open a checkpoint with the deltas of `options.apply` applied to its weights, in their order.
+    """Open a checkpoint with the deltas of `options.apply` applied in their order.
 
     Args:
         model: what `model_of(options)` returns.
 
     Raises:
-        Unsupported: the base is another, or the deltas do not follow on each other.
-        CkpttoolError: one of them cannot be read.
+        Unsupported: a delta does not belong to the base, or to the delta before it.
+        CkpttoolError: the base or a delta cannot be read.
     """
     whole = replace(options, apply=None, only=None, drop_matching=None, rename=None)
     base = open_checkpoint(src, whole, model, False, needed=lambda component: component == "model")
@@ -71,16 +71,16 @@ def open_patched(src: CheckpointPath, options: OpenOptions, model: layouts.Model
                 sources.append(archive.source)
             else:
                 sources.append(where.source)
-                deltas += _find_some(where, path)
+                deltas += _find_required_deltas(where, path)
         if own and deltas:
             raise Unsupported(
                 f"{own[0].source.root} is a delta of ckpttool, and {deltas[0].where} one of {deltas[0].program}. Apply "
                 "those of one program, and then the others to the result.",
                 code="CKPT0342",
             )
-        _check_order(base, deltas)
-        made = apply_own_deltas(base, own, sources) if own else _patch(base, deltas, sources)
-        asked = selection_of(options)
+        _check_delta_order(base, deltas)
+        made = apply_own_deltas(base, own, sources) if own else _build_patched(base, deltas, sources)
+        asked = make_selection(options)
         made = replace(made, selection=replace(asked, only=asked.only or made.selection.only))
         part = select_part(made, options.rename or {})
         kept = ((part.renamed.get(n, n), there) for n, there in made.kept.items())
@@ -89,12 +89,15 @@ def open_patched(src: CheckpointPath, options: OpenOptions, model: layouts.Model
         return part
 
 
-def _find_some(where: layouts.Place, path: str) -> list[Delta]:
-    """Find the deltas at a place, which was given as `path`.
+def _find_required_deltas(where: layouts.Place, path: str) -> list[Delta]:
+    """Return the deltas at a place, at least one.
+
+    Args:
+        path: the place as the user gave it, for messages.
 
     Raises:
         UsageError: there is none.
-        CkpttoolError: one cannot be read.
+        CkpttoolError: one cannot be read, or lacks checksums that it should have.
     """
     deltas = find_deltas(where, urls.redact_url(path) if urls.is_url(path) else path)
     if not deltas:
@@ -103,17 +106,17 @@ def _find_some(where: layouts.Place, path: str) -> list[Delta]:
             code="CKPT0203",
         )
     for delta in deltas:
-        require_checksums(delta)
+        require_checksum_package(delta)
     return deltas
 
 
-def _check_order(base: OpenCheckpoint, deltas: list[Delta]) -> None:
-    """Refuse deltas that do not follow on each other, or on a base that says which version it is.
+def _check_delta_order(base: OpenCheckpoint, deltas: list[Delta]) -> None:
+    """Raise if a delta is not based on the version of the delta before it, or on the recorded version of the base.
 
     Raises:
         Unsupported: with the two versions.
     """
-    program, have, whose = _read_applied(base)
+    program, have, whose = _read_last_applied(base)
     for delta in deltas:
         if delta.program == program and None not in (have, delta.base_version) and have != delta.base_version:
             raise Unsupported(
@@ -123,9 +126,9 @@ def _check_order(base: OpenCheckpoint, deltas: list[Delta]) -> None:
         program, have, whose = delta.program, delta.version, delta.where
 
 
-def _read_applied(base: OpenCheckpoint) -> tuple[str, str | None, str]:
-    """Return (program, version, path) of a base that was made by applying deltas, as its ckpttool.json says; ("", None,
-    "") where it says nothing."""
+def _read_last_applied(base: OpenCheckpoint) -> tuple[str, str | None, str]:
+    """Return (program, version, path of the base) of the last delta in the base's ckpttool.json; ("", None, "") if
+    none."""
     try:
         text = base.source.read_all(RECORD, MOST_RECORD_BYTES) if base.folder and base.source.exists(RECORD) else b"{}"
         last = parse(text, RECORD)["applied"]["deltas"][-1]
@@ -137,20 +140,24 @@ def _read_applied(base: OpenCheckpoint) -> tuple[str, str | None, str]:
 # ---------------------------------------------------------------------------------------------------------- the index
 
 
-def _patch(base: OpenCheckpoint, deltas: list[Delta], sources: list[Source]) -> MergedCheckpoint:
-    """Make the index of the base with deltas applied; nothing is computed yet. `sources` have the files of the deltas.
+def _build_patched(base: OpenCheckpoint, deltas: list[Delta], sources: list[Source]) -> MergedCheckpoint:
+    """Build the checkpoint with deltas applied; its weights are computed when they are read.
+
+    Args:
+        sources: the files of the deltas, which closing the result closes.
 
     Raises:
         Unsupported: a change does not fit its weight.
+        Corrupt: the SHA-256 of all weights is not the one in the last delta.
     """
     stored = base.checkpoint
     located = base.locate()
-    forget_optimizer(base)
-    named = _choose_names(stored, located, deltas)
+    remove_optimizer_notes(base)
+    named = _map_delta_names(stored, located, deltas)
     steps: dict[str, list[tuple[Delta, TensorPatch]]] = {}
     for delta in deltas:
         for name, patch in delta.patches.items():
-            _refuse_misfit(base, delta, patch, named[name])
+            _refuse_unfit_patch(base, delta, patch, named[name])
             steps.setdefault(name, []).append((delta, patch))
     files, reader = ComputedFiles(located), BoxReader(located, base.source)
     moves, whole = _Moves(), dict[str, TensorEntry]()
@@ -159,14 +166,16 @@ def _patch(base: OpenCheckpoint, deltas: list[Delta], sources: list[Source]) -> 
         if not t.numel:
             continue
         tensor = _Patched(name, t, reader, changes)
-        place = files.add(f"{name} (patched)", t.dtype, t.shape, tensor.compute, choose_page([t]), ITEMSIZE[t.dtype])
+        place = files.add(
+            f"{name} (patched)", t.dtype, t.shape, tensor.compute, choose_page_size([t]), ITEMSIZE[t.dtype]
+        )
         if len(t.chunks) == 1 and not t.chunks.strides:
             moves.add(t.chunks[0].extent, place.file)
         else:
             whole[name] = replace(t, chunks=Chunks.whole(t.shape, *place))
-    tensors, places = dict[str, TensorEntry](), {_place(named[name]): name for name in whole}
+    tensors, places = dict[str, TensorEntry](), {_make_bytes_key(named[name]): name for name in whole}
     for n, t in ((n, t) for n, t in located.tensors.items() if t.component == "model"):
-        of = places.get(_place(t))
+        of = places.get(_make_bytes_key(t))
         tensors[n] = moves.apply(t) if of is None else replace(t, chunks=whole[of].chunks)
     computed = frozenset(n for n, t in tensors.items() if t is not located.tensors[n])
     most = max((len(changes) for changes in steps.values()), default=0)
@@ -177,12 +186,12 @@ def _patch(base: OpenCheckpoint, deltas: list[Delta], sources: list[Source]) -> 
         sizes=files.sizes,
         tensors=tensors,
         values={n: v for n, v in located.values.items() if v.component == "model"},
-        notes=[*located.notes, *_describe(base, deltas)],
-        derived={"applied": {"deltas": [_record(d) for d in deltas]}},
+        notes=[*located.notes, *_describe_patches(base, deltas)],
+        derived={"applied": {"deltas": [_make_delta_record(d) for d in deltas]}},
     )
     source = ComputedSource(base.source, files.made, sources, files.working_bytes)
     if deltas[-1].sha256 is not None:
-        _check_whole(out, source, deltas[-1], named)
+        _check_sha256_of_weights(out, source, deltas[-1], named)
     behind = [Dropped(n, t.nbytes, _LEFT) for n, t in located.tensors.items() if t.component != "model"]
     behind += [Dropped(n, 0, _LEFT) for n, v in located.values.items() if v.component != "model"]
     return MergedCheckpoint.of(
@@ -194,12 +203,17 @@ def _patch(base: OpenCheckpoint, deltas: list[Delta], sources: list[Source]) -> 
     )
 
 
-def _check_whole(ckpt: Checkpoint, source: Source, delta: Delta, named: Mapping[str, TensorEntry]) -> None:
-    """Compare the SHA-256 that a delta has of all weights in bf16, which are read for that, in the order of their names
-    in `named`. Where the base has others, a note says that it was not compared.
+def _check_sha256_of_weights(ckpt: Checkpoint, source: Source, delta: Delta, named: Mapping[str, TensorEntry]) -> None:
+    """Compare the SHA-256 in a delta with that of all patched weights, which are read for that, in the order of their
+    names.
+
+    It is not compared, which a note says, if the base is not in bf16 or does not have all the weights.
+
+    Args:
+        named: the weights, by the names that the delta uses.
 
     Raises:
-        Corrupt: it is another one.
+        Corrupt: the two differ.
     """
     weights = {n: ckpt.tensors[f"model.{n}"] for n in sorted(named) if f"model.{n}" in ckpt.tensors}
     if len(weights) < len(named) or any(t.dtype != "bfloat16" for t in weights.values()):
@@ -207,7 +221,7 @@ def _check_whole(ckpt: Checkpoint, source: Source, delta: Delta, named: Mapping[
         return
     reader, found = BoxReader(ckpt, source), hashlib.sha256()
     for t in weights.values():
-        page = choose_page([t])
+        page = choose_page_size([t])
         for first in range(0, t.numel, page):
             found.update(reader.read_range(t, first, min(first + page, t.numel)).view("u1").data)
     if found.hexdigest() != delta.sha256:
@@ -219,15 +233,16 @@ def _check_whole(ckpt: Checkpoint, source: Source, delta: Delta, named: Mapping[
         )
 
 
-def _choose_names(stored: Checkpoint, located: Checkpoint, deltas: list[Delta]) -> dict[str, TensorEntry]:
-    """Return the weights of the base under the names that the deltas use: those of its files, or those that the model
-    has in memory.
+def _map_delta_names(stored: Checkpoint, located: Checkpoint, deltas: list[Delta]) -> dict[str, TensorEntry]:
+    """Return {name: tensor} of the base's weights, under the names that the deltas use.
+
+    These are the names in the base's files, or those that the model has in memory.
 
     Args:
-        stored: the index before it was located.
+        stored, located: the index before and after it was located.
 
     Raises:
-        Unsupported: a name is among neither.
+        Unsupported: a name in the deltas is among neither.
     """
     indices = [located] if any(t.coding != "raw" for t in stored.tensors.values()) else [stored, located]
     found = [{t.local_name: t for t in c.tensors.values() if t.component == "model"} for c in indices]
@@ -243,8 +258,8 @@ def _choose_names(stored: Checkpoint, located: Checkpoint, deltas: list[Delta]) 
     return found[best]
 
 
-def _refuse_misfit(base: OpenCheckpoint, delta: Delta, patch: TensorPatch, t: TensorEntry) -> None:
-    """Refuse a change of a weight with another dtype, shape or size.
+def _refuse_unfit_patch(base: OpenCheckpoint, delta: Delta, patch: TensorPatch, t: TensorEntry) -> None:
+    """Raise if a change is for a weight of another dtype, shape or size.
 
     Raises:
         Unsupported: with both.
@@ -258,8 +273,8 @@ def _refuse_misfit(base: OpenCheckpoint, delta: Delta, patch: TensorPatch, t: Te
         )
 
 
-def _place(t: TensorEntry) -> tuple[Any, ...]:
-    """Return what two tensors share that are the same bytes."""
+def _make_bytes_key(t: TensorEntry) -> tuple[Any, ...]:
+    """Return a key that is equal for tensors that are the same bytes: dtype, shape and chunks."""
     return t.dtype, t.shape, tuple(t.chunks[:])
 
 
@@ -270,15 +285,20 @@ class _Moves:
         self._starts: dict[int, list[tuple[int, int, int]]] = {}  # file -> (first byte, end, computed file)
 
     def add(self, extent: Any, computed: int) -> None:
-        """Add a range, whose bytes are those of a computed file."""
+        """Add a byte range that is replaced by a computed file.
+
+        Args:
+            extent: the range in a file of the base.
+            computed: number of the computed file.
+        """
         self._starts.setdefault(extent.file, []).append((extent.offset, extent.offset + extent.length, computed))
         self._starts[extent.file].sort()
 
     def apply(self, t: TensorEntry) -> TensorEntry:
-        """Return a tensor whose chunks in such ranges lie in the computed files; the same object where none does.
+        """Return a tensor with its chunks in such ranges moved to the computed files; the same object if it has none.
 
         Raises:
-            Unsupported: a chunk is partly in such a range.
+            Unsupported: a chunk is only partly in such a range.
         """
         old, moved = t.chunks, False
         out = Chunks(old.ndim)
@@ -312,22 +332,24 @@ class _Patched:
     streams: tuple[ChangeStream, ...] = ()
 
     def compute(self, first: int, end: int) -> Array:
-        """Compute elements [first, end).
+        """Compute elements [first, end); if they do not follow the previous ones, changes are applied again from the
+        front.
 
         Raises:
-            Corrupt: a change is damaged, or the weight with it has another checksum than the delta says.
+            Corrupt: a change is damaged, or the patched weight does not have the delta's checksum.
         """
         t = self.tensor
         if first != self.at:
             self.at = 0
-            self.streams = tuple(open_stream(d, p, t.dtype, t.numel) for d, p in self.changes)
-            page = choose_page([t])
+            self.streams = tuple(open_change_stream(d, p, t.dtype, t.numel) for d, p in self.changes)
+            page = choose_page_size([t])
             while self.at < first:
                 self._compute_next(min(self.at + page, first))
         return self._compute_next(end)
 
     def _compute_next(self, end: int) -> Array:
-        """Compute the elements up to `end`."""
+        """Compute the elements from the current position to `end`; at the end of the weight, its checksums are
+        compared."""
         x = self.reader.read_range(self.tensor, self.at, end)
         for stream in self.streams:
             stream.apply(x.view("u1"))
@@ -342,8 +364,8 @@ class _Patched:
 # --------------------------------------------------------------------------------------------------------- describing
 
 
-def _describe(base: OpenCheckpoint, deltas: list[Delta]) -> list[str]:
-    """Return sentences on what is applied, and on what nothing proves."""
+def _describe_patches(base: OpenCheckpoint, deltas: list[Delta]) -> list[str]:
+    """Return notes on the deltas that are applied, and on what no checksum covers."""
     notes = []
     for delta in deltas:
         checked = delta.sha256 or any(p.checksum for p in delta.patches.values())
@@ -361,8 +383,8 @@ def _describe(base: OpenCheckpoint, deltas: list[Delta]) -> list[str]:
     return notes
 
 
-def _record(delta: Delta) -> dict[str, Any]:
-    """Return what ckpttool.json says of a delta that was applied."""
+def _make_delta_record(delta: Delta) -> dict[str, Any]:
+    """Return the entry of ckpttool.json for a delta that was applied."""
     return {
         "program": delta.program,
         "name": os.path.basename(delta.where.rstrip("/")),

@@ -44,12 +44,12 @@ if TYPE_CHECKING:
     from .planning import Plan
 
 __all__ = [
+    "compute_plan_id",
     "describe_plan",
-    "plan_id",
+    "parse_plan",
     "read_plan",
-    "refuse_changes",
+    "refuse_outdated_plan",
     "save_plan",
-    "split_plan",
     "with_absolute_paths",
 ]
 
@@ -65,8 +65,8 @@ _LEFT_OUT = frozenset(("merge", "average", "change", "options", "max_memory_byte
 
 
 def with_absolute_paths(reading: OpenOptions) -> OpenOptions:
-    """Return the same options with absolute paths, so that they mean the same in another folder; names on the Hub
-    stay."""
+    """Return the options with absolute paths, so that they do not depend on the current folder; ids of the Hub are
+    unchanged."""
 
     def absolute(path: str | os.PathLike[str] | None) -> str | None:
         """Make the path of a file that exists absolute; anything else, such as a name on the Hub, stays."""
@@ -83,14 +83,15 @@ def with_absolute_paths(reading: OpenOptions) -> OpenOptions:
     )
 
 
-def plan_id(source: Source, draft: Draft, target: layouts.Layout, *asked: object) -> str:
-    """Compute a digest, in hex, of everything that decides the bytes of the destination: source, draft, and the
-    dataclasses `asked`, which say what was asked for.
+def compute_plan_id(source: Source, draft: Draft, target: layouts.Layout, *asked: object) -> str:
+    """Compute a digest, in hex, of everything that decides the bytes of the destination: source, draft, and requests.
 
-    Machines that see the same files agree on it. The draft says where every byte comes from, so it also tells what
-    files besides the source decided, such as a config.json that names the sizes of heads.
+    Machines that see the same files compute the same id. The draft says where every byte comes from, so it also covers
+    files besides the source, such as a config.json with the sizes of heads. If the source has no version ids, a random
+    salt is mixed in, so that the id never matches an earlier run.
 
-    If the source has no version ids, a random salt is mixed in, so that the id never matches an earlier run.
+    Args:
+        asked: dataclasses with the options of the conversion.
     """
     h = blake3(b"" if source.has_versions() else os.urandom(32))
     identities = sorted((name, *identity[1:]) for name, identity in source.identities().items())  # without the device
@@ -105,12 +106,12 @@ def plan_id(source: Source, draft: Draft, target: layouts.Layout, *asked: object
         h.update(os.fsencode(f"{name} {draft.aliases.get(name)}\n"))
         for t in (entry, draft.sources.get(name)):
             if t is not None:
-                h.update(_encode_place(t))
+                h.update(_encode_tensor_layout(t))
     return h.hexdigest()
 
 
-def _encode_place(t: TensorEntry) -> bytes:
-    """Encode dtype, shape and chunks of a tensor as bytes to be hashed."""
+def _encode_tensor_layout(t: TensorEntry) -> bytes:
+    """Encode dtype, shape and chunks of a tensor as bytes, for hashing."""
     c = t.chunks
     said = f"{t.dtype} {t.shape} {len(c)} {c.strides or ''} {c.zstd or ''}\n"
     return b"".join((said.encode(), c.file, c.offset, c.length, c.start, c.shape))
@@ -139,13 +140,13 @@ def describe_plan(planned: Plan, running: RunOptions) -> dict[str, Any]:
         )
     there = draft.checkpoint
     options = {
-        "reading": _list_given(planned.reading),
-        "writing": _list_given(planned.writing),
-        "layout": _list_given(planned.writing.options),
-        "running": _list_given(running),
+        "reading": _list_set_fields(planned.reading),
+        "writing": _list_set_fields(planned.writing),
+        "layout": _list_set_fields(planned.writing.options),
+        "running": _list_set_fields(running),
     }
     written = [*there.values.values(), *(Value((n,), x) for n, x in draft.synthesized_values.items())]
-    src, dst = _absolute(os.fspath(planned.src)), _absolute(planned.dst)
+    src, dst = _make_absolute(os.fspath(planned.src)), _make_absolute(planned.dst)
     _refuse_credentials(src, dst, options)
     return {
         "ckpttool": __version__,
@@ -158,7 +159,8 @@ def describe_plan(planned: Plan, running: RunOptions) -> dict[str, Any]:
             "bytes": source.nbytes,
             "files": {n: _describe_identity(i) for n, i in sorted(opened.source.identities().items())},
             "tensors": {
-                n: [t.dtype, list(t.shape), _short(_encode_place(t))] for n, t in sorted(source.tensors.items())
+                n: [t.dtype, list(t.shape), _hash_short(_encode_tensor_layout(t))]
+                for n, t in sorted(source.tensors.items())
             },
             "values": {n: value_digest(v)[:32] for n, v in sorted(source.values.items())},
         },
@@ -167,10 +169,10 @@ def describe_plan(planned: Plan, running: RunOptions) -> dict[str, Any]:
             "layout": planned.target.name,
             "world_size": there.world_size,
             "tensors": planned.held_tensors,
-            "values": _short("".join(map(value_digest, written)).encode()),
+            "values": _hash_short("".join(map(value_digest, written)).encode()),
             "bytes": draft.nbytes,
             "free_bytes_needed": draft.needed_bytes,
-            "dtypes": _count_bytes(there),
+            "dtypes": _count_bytes_by_dtype(there),
             "files": {f.name: f.size for f in draft.files},
         },
         "options": {name: given for name, given in options.items() if given},
@@ -209,11 +211,12 @@ def save_plan(path: str | os.PathLike[str], planned: Plan, running: RunOptions) 
 
 
 def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a plan file. What it says is as its author wants it; `refuse_changes` compares all of it.
+    """Read a plan file. Its content is not trusted; `refuse_outdated_plan` compares all of it with a new plan.
 
     Raises:
         UsageError: there is no such file, or it is no plan.
-        Corrupt, Unsafe: it is not JSON, or JSON that is made to fill the memory or to be misread.
+        Corrupt: it is not JSON.
+        Unsafe: it is too large or nested too deeply, has a key twice, or has characters that do not print.
     """
     where = os.path.abspath(path)
     try:
@@ -234,22 +237,22 @@ def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
     return found
 
 
-def split_plan(plan: Mapping[str, Any]) -> tuple[str, str, OpenOptions, WriteRequest, RunOptions]:
-    """Return what a plan asks for: (source, destination, how to read, what to write, how to carry it out).
+def parse_plan(plan: Mapping[str, Any]) -> tuple[str, str, OpenOptions, WriteRequest, RunOptions]:
+    """Return the arguments of the conversion in a plan: (source, destination, reading, writing, running).
 
     Raises:
-        UsageError: a path is not absolute, or an option is none of this version or of another type.
+        UsageError: a path is not absolute, or an option is unknown to this version or has another type.
     """
     src, dst = (plan[side].get("path") for side in ("source", "destination"))
     for text in (src, dst):
-        if not isinstance(text, str) or _absolute(text) != text:
+        if not isinstance(text, str) or _make_absolute(text) != text:
             raise UsageError(f"the plan says {text!r} for a path; plans have absolute paths.", code="CKPT0226")
     given = plan["options"]
     if odd := sorted(given.keys() - {"reading", "writing", "layout", "running"}):
         raise UsageError(f"the plan has options for {odd[0]!r}, which this version does not know.", code="CKPT0226")
     writing = _make_request(WriteRequest, given.get("writing", {}))
     if "layout" in given:
-        kind = layouts.target_of(writing.to, dst).options
+        kind = layouts.choose_target_layout(writing.to, dst).options
         if kind is None:
             raise UsageError(f"the plan has options of a layout, and {writing.to} has none.", code="CKPT0226")
         writing = replace(writing, options=_make_request(kind, given["layout"]))
@@ -257,16 +260,16 @@ def split_plan(plan: Mapping[str, Any]) -> tuple[str, str, OpenOptions, WriteReq
     return src, dst, reading, writing, _make_request(RunOptions, given.get("running", {}))
 
 
-def refuse_changes(plan: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse a plan that is not what would be done now.
+def refuse_outdated_plan(plan: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise if a plan differs from what would be done now.
 
     Args:
         plan: as `read_plan` returned it.
-        now: the same conversion as `describe_plan` describes it now.
+        now: the same conversion, as `describe_plan` describes it now.
 
     Raises:
-        SourceChanged: the source is another one.
-        Differs: what would be written is something else, though the source is the same, or ckpttool is.
+        SourceChanged: the source is not the one that was planned.
+        Differs: the source is the same, but something else would be written, or another version of ckpttool runs.
     """
     rows = list(_list_differences(plan, parse(encode(now), "the plan"), ()))
     if not rows:
@@ -310,9 +313,10 @@ def _abbreviate(data: Any) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def _list_given(request: object) -> dict[str, Any]:
-    """Return {field: value} of a request, or of a layout's options, without those that have their default; None has
-    none.
+def _list_set_fields(request: object) -> dict[str, Any]:
+    """Return {field: value} of a request, or of a layout's options, for fields that differ from their default.
+
+    {} for None.
 
     Raises:
         UsageError: a field is not declared as an option, such as a password of a layout.
@@ -329,10 +333,10 @@ def _list_given(request: object) -> dict[str, Any]:
 
 
 def _make_request(kind: type[R], given: Any) -> R:
-    """Make a request of {field: value}, which `_list_given` returned; values have to be of the types of the fields.
+    """Make a request of this class from the {field: value} in a plan, as `_list_set_fields` returned it.
 
     Raises:
-        UsageError: an option is none of this version, or its value makes no sense.
+        UsageError: an option is unknown to this version, or its value has another type.
     """
     own = {f.name: f for f in fields(kind) if f.name not in _LEFT_OUT}  # type: ignore[arg-type]
     if not isinstance(given, dict):
@@ -340,13 +344,13 @@ def _make_request(kind: type[R], given: Any) -> R:
     for name, value in given.items():
         if name not in own:
             raise UsageError(f"the plan has the option {name!r}, which this version does not know.", code="CKPT0226")
-        if not _fits(str(own[name].type), value):
+        if not _matches_annotation(str(own[name].type), value):
             raise UsageError(f"the plan says {_abbreviate(value)} for {argument(name)}.", code="CKPT0226")
     return kind(**given)
 
 
-def _fits(named: str, value: Any) -> bool:
-    """Tell whether a value has the type of a field; `named` is its annotation, such as "Iterable[str] | None"."""
+def _matches_annotation(named: str, value: Any) -> bool:
+    """Tell whether a value has the type of a field, given by its annotation: "Iterable[str] | None"."""
     if named.startswith("Iterable"):
         return isinstance(value, list) and all(isinstance(x, str) for x in value)
     if named.startswith("Mapping"):
@@ -356,16 +360,19 @@ def _fits(named: str, value: Any) -> bool:
 
 
 def _describe_identity(identity: Identity) -> dict[str, Any]:
-    """Describe the identity of a file: its bytes, the time of its last change where there is one, and a digest of what
-    else shows that it was replaced (inode, time of the last change of its attributes, version in a store)."""
+    """Describe the identity of a file as {"bytes", "modified", "version"}.
+
+    "modified" is the time of its last change, left out if there is none; "version" a digest of inode, version in a
+    store and time of the last change of attributes, which shows a replacement.
+    """
     import numpy as np
 
     _, version, nbytes, modified, changed = identity
     times = {"modified": str(np.datetime64(modified, "ns"))} if modified else {}
-    return {"bytes": nbytes, **times, "version": _short(repr((version, changed)).encode())}
+    return {"bytes": nbytes, **times, "version": _hash_short(repr((version, changed)).encode())}
 
 
-def _count_bytes(ckpt: Checkpoint) -> dict[str, int]:
+def _count_bytes_by_dtype(ckpt: Checkpoint) -> dict[str, int]:
     """Return {dtype: bytes of the tensors that have it}."""
     out: dict[str, int] = {}
     for t in ckpt.tensors.values():
@@ -373,27 +380,30 @@ def _count_bytes(ckpt: Checkpoint) -> dict[str, int]:
     return out
 
 
-def _short(data: bytes) -> str:
-    """Return the first 128 bits of a BLAKE3, in hex."""
+def _hash_short(data: bytes) -> str:
+    """Return the first 128 bits of the BLAKE3 of some bytes, in hex."""
     return blake3(data).hexdigest(16)
 
 
-def _absolute(path: str) -> str:
-    """Return a path that means the same in any folder; a URL as it is."""
+def _make_absolute(path: str) -> str:
+    """Return the absolute form of a path; a URL is unchanged."""
     return path if urls.is_url(path) else os.path.abspath(path)
 
 
 def _begins_as_plan(path: str) -> bool:
-    """Tell whether a file begins as plans do."""
+    """Tell whether a file starts with the first bytes of a plan file."""
     with open(path, "rb") as f:
         return f.read(14) == b'{\n "ckpttool":'
 
 
 def _refuse_credentials(src: str, dst: str, options: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse URLs that have a user, a password or a query, which may be credentials.
+    """Raise for a URL with a user, a password or a query, which may be credentials.
+
+    Args:
+        options: {section: {option: value}}; texts in it are checked too.
 
     Raises:
-        UsageError: with the URL, without them.
+        UsageError: with the URL, without these parts.
     """
     given = [x for of in options.values() for x in of.values() if isinstance(x, str)]
     for text in (src, dst, *given):

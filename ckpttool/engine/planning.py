@@ -16,7 +16,7 @@ from typing import NamedTuple, Unpack
 
 from .. import layouts
 from ..errors import Corrupt, IncompleteWeights, Unsupported, UsageError, argument, name_flags
-from ..formats.pickles import unwritable_reason
+from ..formats.pickles import find_unwritable_reason
 from ..huggingface import encodings, model_files
 from ..huggingface.encodings import Encodings
 from ..huggingface.model_files import read_model_files
@@ -26,20 +26,20 @@ from ..index.checkpoint import (
     PACKED,
     Checkpoint,
     Unread,
-    floating_dtype,
+    find_orphaned_optimizer_state,
+    find_unnamed_optimizer_state,
     joined,
-    orphaned_optimizer_state,
-    unnamed_optimizer_state,
+    parse_floating_dtype,
 )
-from ..index.composites import Composite, class_label, composites, describe_unwrapped
+from ..index.composites import Composite, class_label, describe_unwrapped, find_composites
 from ..index.draft import Draft, Dropped
 from ..index.fqns import remove_wrappers
-from ..index.names import CANONICAL_KEYS_NOTE, KEEPS_NUMBERS, name_components, refuse_surrogates
-from ..index.optimizers import describe_lost_slots, find_per_rank_slots
-from ..index.param_groups import names_by_group, regroup
+from ..index.names import CANONICAL_KEYS_NOTE, KEEPS_NUMBERS, refuse_surrogates, with_component_keys
+from ..index.optimizers import describe_lost_slots, find_lost_slots
+from ..index.param_groups import list_names_by_group, regroup_optimizer
 from ..index.paths import is_optimizer_state
 from ..index.schedulers import complete_scheduler_state, describe_deepspeed_scheduler
-from ..index.vocabulary import vocabulary_of
+from ..index.vocabulary import find_vocabulary_weights
 from ..options import (
     ARCHIVE_LAYOUT,
     HUB_LAYOUT,
@@ -56,25 +56,32 @@ from ..storage.source import Source
 from . import mixups
 from .averaging import open_average
 from .conservation import Account
-from .copy.averages import averages_of
+from .copy.averages import find_nonnegative_state
 from .copy.value_digests import value_digest
 from .difference import open_difference
 from .discover import unread_files
-from .fill_from import fill_from_other
-from .map_choice import apply_name_map, read_map_text
+from .fill_from import fill_missing_entries
+from .map_choice import apply_name_map, resolve_map_argument
 from .merging import open_merged
-from .opening import CheckpointPath, MergedCheckpoint, OpenCheckpoint, model_of, open_checkpoint, refuse_unused
+from .opening import (
+    CheckpointPath,
+    MergedCheckpoint,
+    OpenCheckpoint,
+    collect_model_hints,
+    open_checkpoint,
+    refuse_unused_hints,
+)
 from .patching import open_patched
-from .plan_files import plan_id, save_plan, with_absolute_paths
+from .plan_files import compute_plan_id, save_plan, with_absolute_paths
 from .transform.changing import change_tensors
 from .transform.data_position import move_data_position
 from .transform.dequantizing import dequantize
 from .transform.editing import reset_state, set_values
-from .transform.quantizing import quantize, refuse_scheme
-from .transform.remainders import describe_remainders, find_remainders, weights_with_remainders
+from .transform.quantizing import check_scheme, quantize
+from .transform.remainders import describe_remainders, find_remainders, list_weights_with_remainders
 from .transform.vocabulary_size import resize_vocabulary
 
-__all__ = ["Plan", "choose_dtype", "open_model", "plan", "plan_conversion", "read_map"]
+__all__ = ["Plan", "make_dtype_chooser", "open_model", "plan", "plan_conversion", "with_map_text"]
 
 
 @dataclass(repr=False)
@@ -99,12 +106,16 @@ class Plan(Shown):
 
     @cached_property
     def id(self) -> str:
-        """Return the `plan_id`, in hex: what decides the bytes. `drop` changes none, and by how much a merge does is in
-        a file beside the adapter."""
+        """Return the id of the plan in hex, which `compute_plan_id` computes from all that decides the bytes of the
+        destination.
+
+        `drop` changes no byte, and is left out. The scaling of a merge is in a file beside the adapter, and is added.
+        With functions in `change`, the id is different each time.
+        """
         merged: list[object] = [self.opened.checkpoint.merged] if self.opened.checkpoint.merged else []
         merged += [os.urandom(32)] if self.writing.change else []  # nobody knows what the functions do
         asked = (self.reading, replace(self.writing, drop=False), *merged)
-        return plan_id(self.opened.source, self.draft, self.target, *asked)
+        return compute_plan_id(self.opened.source, self.draft, self.target, *asked)
 
     @property
     def held_tensors(self) -> int:
@@ -136,7 +147,7 @@ class Plan(Shown):
             save_plan(path, now, running)
 
     def lines(self) -> Iterator[str]:
-        """Yield what would be written, and what would be left behind."""
+        """Yield lines of text: layouts, tensors, bytes and files, and how many entries would be dropped."""
         draft, ckpt = self.draft, self.draft.checkpoint
         ranks = f" for {count_noun(ckpt.world_size, 'rank')}" if ckpt.world_size else ""
         yield (
@@ -168,14 +179,15 @@ def plan(src: CheckpointPath, dst: str | os.PathLike[str], **keywords: Unpack[Pl
     return plan_conversion(src, dst, reading, writing)
 
 
-def read_map(writing: WriteRequest) -> WriteRequest:
-    """Return the request with the text of a name map in the place of its file, since workers have no such file, and
-    `plan_id` compares it.
+def with_map_text(writing: WriteRequest) -> WriteRequest:
+    """Return the request with the text of a name map instead of its path.
+
+    Workers may lack the file, and `compute_plan_id` covers the text.
 
     Raises:
         UsageError: there is no such map.
     """
-    return writing if writing.map is None else replace(writing, map=read_map_text(os.fspath(writing.map)))
+    return writing if writing.map is None else replace(writing, map=resolve_map_argument(os.fspath(writing.map)))
 
 
 def plan_conversion(
@@ -187,28 +199,28 @@ def plan_conversion(
 ) -> Plan:
     """Open the source, rewrite its index step by step into the draft of the destination, and account for every entry.
 
-    Between `open` and the draft, the index is rewritten four times, each time into another one, in this order:
+    Between `open` and the draft, the index is rewritten four times, in this order:
 
-        change    the state as it was asked for, whatever the layout: filled from another step, dequantised, with other
-                  keys, under other names, with more or fewer rows of the vocabulary
-        regroup   its optimizer in the param groups of another checkpoint
+        change    as the user asked, whatever the layout: filled from another step, dequantised, with other keys, under
+                  other names, with more or fewer rows of the vocabulary
+        regroup   the optimizer in the param groups of another checkpoint
         prepare   what the layout keeps of it (`Layout.prepare`)
         write     the draft: files, and where every byte of them comes from (`Layout.write`)
 
-    Names decide the order: param groups are compared under the names that are written, and `prepare` sees the groups
-    that will be there. The account compares the index before and after each of them.
+    Names decide the order: param groups are compared under the names that are written, and `prepare` sees the final
+    groups. The account compares the index before and after each of them.
 
     Args:
-        prove_later: as of `open_checkpoint`; whoever fills the draft calls `Plan.recheck` when all was read.
+        prove_later: as in `open_checkpoint`; whoever fills the draft calls `Plan.recheck` after reading all of it.
 
     Raises:
         Unsupported: the layout cannot hold a part of the state, or state lies in files that were not read, and `drop`
             is not set.
-        CkpttoolError: the source cannot be read, or arguments make no sense. With any error, the source is closed.
+        CkpttoolError: the source cannot be read, or arguments are wrong. With any error, the source is closed.
     """
-    writing = read_map(writing)
-    target = layouts.target_of(writing.to, dst)
-    _refuse_request(target, writing)
+    writing = with_map_text(writing)
+    target = layouts.choose_target_layout(writing.to, dst)
+    _refuse_unfit_request(target, writing)
     if reading.apply and writing.vocab_size is not None:  # its rows alone would not have the checksums of the delta
         raise UsageError(
             f"{argument('vocab_size', writing.vocab_size)} and {argument('apply')}: apply the delta first, and give "
@@ -216,7 +228,7 @@ def plan_conversion(
             code="CKPT0204",
         )
     holds, drop = target.holds(writing.options), writing.drop
-    model = model_of(reading)
+    model = collect_model_hints(reading)
     # an entry that cannot be read stops whoever needs it, and weights are never left out
     opened = _open_source(
         src, reading, model, lambda part: part == "model" or (not drop and (not holds or part in holds)), prove_later
@@ -224,11 +236,11 @@ def plan_conversion(
     recheck = opened.recheck
     try:
         # what nobody looks at: hints, and files with state beside the checkpoint
-        _note_unused(opened, reading, writing, target)
-        aside = unread_files.lost(opened.checkpoint, holds, opened.selection.components)
+        _check_unused_hints(opened, reading, writing, target)
+        aside = unread_files.list_lost_state(opened.checkpoint, holds, opened.selection.components)
         if aside and not drop:
-            raise Unsupported(_explain_unread(opened, target, aside), code="CKPT0314")
-        of_ranks = mixups.list_left_out(opened.checkpoint)
+            raise Unsupported(_explain_unread_files(opened, target, aside), code="CKPT0314")
+        of_ranks = mixups.list_dropped_replicas(opened.checkpoint)
         # the state as it was asked for, and then as the layout keeps it
         account = Account()
         opened.locate()
@@ -236,24 +248,26 @@ def plan_conversion(
         for how, before, after in opened.changes:
             account.add_step(how, before, after)
         if reading.fill_from is not None:
-            opened = _fill_lost(opened, reading, account)  # it opens another checkpoint, which is closed with this one
+            opened = _fill_lost_entries(
+                opened, reading, account
+            )  # it opens another checkpoint, which is closed with this one
         opened = _change_state(opened, writing, model.config, account, target)
         prepared = _prepare_for_layout(opened, target, dst, writing, model, account)
         opened = prepared.opened
         # the draft, which must account for every entry
-        draft = _ask_for_draft(opened.checkpoint, opened.source, target, prepared.options, account)
-        _note_keys(opened.checkpoint, draft, target, writing.keys)
+        draft = _make_draft(opened.checkpoint, opened.source, target, prepared.options, account)
+        _check_keys(opened.checkpoint, draft, target, writing.keys)
         _refuse_casts(draft, target, prepared.codes)
         _refuse_file_names(draft)
         as_saved = reading.allow_mixed_steps or reading.difference_to is not None
-        draft.averages = frozenset() if as_saved else averages_of(draft.sources)
+        draft.averages = frozenset() if as_saved else find_nonnegative_state(draft.sources)
         draft.dropped += prepared.unplaced
         if not drop:
-            _refuse_loss(opened, draft, target, holds)
+            _refuse_lost_state(opened, draft, target, holds)
         draft.dropped += [*opened.left_behind, *opened.unwanted, *of_ranks]
         draft.dropped += [Dropped(r.name, r.bytes or 0, f"{r.what}, {unread_files.NOT_READ}") for r in aside]
         account.close(source, draft)
-        _refuse_patterns(writing.cast or {}, [*opened.checkpoint.tensors, *draft.checkpoint.tensors])
+        _refuse_unmatched_casts(writing.cast or {}, [*opened.checkpoint.tensors, *draft.checkpoint.tensors])
     except BaseException:
         opened.source.close()
         raise
@@ -269,13 +283,15 @@ def plan_conversion(
 
 
 def open_model(src: CheckpointPath, reading: OpenOptions, writing: WriteRequest) -> OpenCheckpoint:
-    """Open the weights of a checkpoint under the names that its model has in memory: merged with an adapter,
-    dequantised and mapped as a conversion for the Hub would do it, tied weights under each of their names.
+    """Open the weights of a checkpoint under the names that its model has in memory.
+
+    An adapter is merged, and codes and names are converted, as a conversion to hf would do it; tied weights appear
+    under each of their names.
 
     Raises:
-        CkpttoolError: the source cannot be read, or arguments make no sense. With any error, the source is closed.
+        CkpttoolError: the source cannot be read, or arguments are wrong. With any error, the source is closed.
     """
-    writing, hub, model = read_map(writing), layouts.find(HUB_LAYOUT), model_of(reading)
+    writing, hub, model = with_map_text(writing), layouts.find(HUB_LAYOUT), collect_model_hints(reading)
     opened = _open_source(src, reading, model, lambda part: part == "model")
     try:
         opened.locate()
@@ -291,12 +307,13 @@ def open_model(src: CheckpointPath, reading: OpenOptions, writing: WriteRequest)
         raise
 
 
-def _note_unused(opened: OpenCheckpoint, reading: OpenOptions, writing: WriteRequest, target: layouts.Layout) -> None:
-    """Refuse hints that neither the reader nor the writer uses; those that are true of the model whatever the layout
-    become notes of the checkpoint.
+def _check_unused_hints(
+    opened: OpenCheckpoint, reading: OpenOptions, writing: WriteRequest, target: layouts.Layout
+) -> None:
+    """Raise if a hint was given that neither the reader nor the writer uses; unused `config` and `like` become notes.
 
     Raises:
-        UsageError: with the layouts that use such a hint.
+        UsageError: with the layouts that use the hint.
     """
     inputs = opened.parts if reading.average is not None and isinstance(opened, MergedCheckpoint) else ()
     used = {
@@ -309,7 +326,7 @@ def _note_unused(opened: OpenCheckpoint, reading: OpenOptions, writing: WriteReq
         *(["config", "like"] if (mesh := getattr(writing.options, "sizes", None)) and mesh.tp * mesh.ep > 1 else []),
         *(["config", "like"] if getattr(writing.options, "tensor_parallel", None) else []),
     }
-    opened.checkpoint.notes += refuse_unused(reading, f"{opened.layout.name} -> {target.name}", used)
+    opened.checkpoint.notes += refuse_unused_hints(reading, f"{opened.layout.name} -> {target.name}", used)
 
 
 class _Prepared(NamedTuple):
@@ -329,24 +346,27 @@ def _prepare_for_layout(
     model: layouts.ModelHints,
     account: Account,
 ) -> _Prepared:
-    """Regroup the optimizer, if that was asked for, and keep what the layout can hold; the account gets what
-    changes.
+    """Regroup the optimizer if requested, reduce the state to what the layout can hold, and collect the writer's
+    options.
+
+    Args:
+        account: gets what changed.
 
     Raises:
-        Unsupported: the state has tensor subclasses, an optimizer without names, or codes, and the layout or a cast
-            needs others.
-        UsageError: regrouping was asked for without a checkpoint that has param groups.
+        Unsupported: the layout cannot hold tensor subclasses, quantised weights or an optimizer without names, or a
+            cast cannot convert them.
+        UsageError: regrouping was requested without a checkpoint that has param groups.
     """
     ckpt, unplaced = opened.checkpoint, list[Dropped]()
     # what no cast may touch: parts of tensor subclasses, codes and their scales
-    objects = composites(ckpt)
+    objects = find_composites(ckpt)
     parts = {joined(t.path): n for n, c in objects.items() for t in c.tensors.values()}
     quantization = encodings.read_quantization_config(ckpt, opened.source if opened.folder else None)
     if ckpt.dequantized:
         left = encodings.find_in_checkpoint(ckpt, quantization)
         ckpt.notes += [f"{left.summary()}; they were not dequantised and stay codes"] if left.weights else []
     else:
-        _refuse_dtype(writing.dtype, encodings.find_in_checkpoint(ckpt, quantization))
+        _refuse_dtype_for_codes(writing.dtype, encodings.find_in_checkpoint(ckpt, quantization))
     options = layouts.WriteOptions(
         config=model.config,
         like=model.like,
@@ -364,7 +384,7 @@ def _prepare_for_layout(
         ckpt, unplaced = _regroup_optimizer(ckpt, model.like)
         account.add_step("in other param groups", before, ckpt)
     if not target.keeps_calls:
-        ckpt, calls = _leave_out_calls(ckpt)
+        ckpt, calls = _drop_values_with_calls(ckpt)
         unplaced = [*unplaced, *calls]
     before, ckpt = ckpt, target.prepare(ckpt, opened.source, options)
     account.add_step(f"as {target.name} keeps it", before, ckpt)
@@ -376,30 +396,31 @@ def _prepare_for_layout(
     # what the layout cannot hold
     codes = encodings.find_in_checkpoint(ckpt, quantization)
     holds = target.holds(writing.options)
-    _refuse_dtypes(target, ckpt)
+    _refuse_non_torch_dtypes(target, ckpt)
     _refuse_subclasses(target, {n: c for n, c in objects.items() if not holds or c.path[0] in holds})
     _check_optimizer(ckpt, target, writing.drop)
     ckpt.notes += describe_unwrapped(ckpt.tensors.values())
     refuse_surrogates(ckpt.tensors)  # every record lists them by name
-    halves = weights_with_remainders(ckpt) if not holds or holds & {"optim", "extra"} else frozenset()
+    halves = list_weights_with_remainders(ckpt) if not holds or holds & {"optim", "extra"} else frozenset()
     ckpt.notes += describe_remainders(find_remainders(ckpt)) if halves else []
-    cast = choose_dtype(writing.dtype, writing.cast or {}, parts, codes, halves)
+    cast = make_dtype_chooser(writing.dtype, writing.cast or {}, parts, codes, halves)
     return _Prepared(opened, replace(options, cast=cast), codes, unplaced)
 
 
 def _quantize_weights(
     opened: OpenCheckpoint, before: Checkpoint, config: str | None, account: Account
 ) -> OpenCheckpoint:
-    """Put codes and scales in the place of weights, and note that in the account; weights of which digests were
-    recorded are compared later.
+    """Replace weights by codes and scales; weights with recorded digests are added to `inputs`, to be compared later.
 
     Args:
         opened: the state as the layout keeps it, under the names of the Hub.
-        before: the same, as it was before.
-        config: folder or id of a Hugging Face model; None where none was given.
+        before: its index before the layout prepared it.
+        config: folder or id of a Hugging Face model; None if none was given.
+        account: gets what changed.
 
     Raises:
-        Unsupported, MissingPackage: it cannot be done.
+        Unsupported: the weights cannot be quantised.
+        MissingPackage: a package that this needs is not installed.
     """
     plain = opened.checkpoint
     ckpt, source = quantize(opened, config)
@@ -410,10 +431,10 @@ def _quantize_weights(
     return replace(opened, checkpoint=replace(ckpt, recorded=kept), source=source, inputs=inputs)
 
 
-def _ask_for_draft(
+def _make_draft(
     ckpt: Checkpoint, source: Source, target: layouts.Layout, options: layouts.WriteOptions, account: Account
 ) -> Draft:
-    """Ask the layout for the draft of a state, and have the account compare the two.
+    """Let the layout make the draft of a state, and have the account compare the two.
 
     Raises:
         Differs: the draft does not account for every entry of the state.
@@ -429,12 +450,14 @@ def _ask_for_draft(
     return draft
 
 
-def _note_keys(ckpt: Checkpoint, draft: Draft, target: layouts.Layout, asked: Mapping[str, str] | None) -> None:
-    """Add a note to a draft where model and optimizer are under the keys of the source, and not under those that were
-    `asked` for.
+def _check_keys(ckpt: Checkpoint, draft: Draft, target: layouts.Layout, asked: Mapping[str, str] | None) -> None:
+    """Check the keys of model and optimizer in a draft; add a note if they are those of the source.
+
+    Args:
+        asked: {component: key} that the user chose; None for the default.
 
     Raises:
-        UsageError: a checkpoint with the keys that were asked for could not be read again.
+        UsageError: a checkpoint with the chosen keys could not be read again.
     """
     readable = CANONICAL_KEYS_NOTE not in draft.notes
     if asked and not readable:
@@ -452,8 +475,8 @@ def _note_keys(ckpt: Checkpoint, draft: Draft, target: layouts.Layout, asked: Ma
         )
 
 
-def _refuse_patterns(cast: Iterable[str], names: list[str]) -> None:
-    """Refuse patterns of `cast` that match none of `names`.
+def _refuse_unmatched_casts(cast: Iterable[str], names: list[str]) -> None:
+    """Raise if a pattern of `cast` matches none of `names`.
 
     Raises:
         UsageError: with the first such pattern.
@@ -466,16 +489,17 @@ def _refuse_patterns(cast: Iterable[str], names: list[str]) -> None:
             )
 
 
-def _refuse_request(target: layouts.Layout, writing: WriteRequest) -> None:
-    """Refuse arguments that do not go with a layout, before anything is opened.
+def _refuse_unfit_request(target: layouts.Layout, writing: WriteRequest) -> None:
+    """Raise if arguments do not go with the layout; called before anything is opened.
 
     Raises:
-        Unsupported: ckpttool does not write the layout.
+        Unsupported: ckpttool does not write the layout, or quantised weights need another destination.
         UsageError: an argument is for other layouts.
     """
     if target.write is None:
         raise Unsupported(
-            f"ckpttool reads {target.name}, but does not write it. Choose one of: {', '.join(layouts.writable())}.",
+            f"ckpttool reads {target.name}, but does not write it. Choose one of: "
+            f"{', '.join(layouts.list_writable_layouts())}.",
             code="CKPT0315",
         )
     if writing.options is not None and type(writing.options) is not target.options:
@@ -486,7 +510,7 @@ def _refuse_request(target: layouts.Layout, writing: WriteRequest) -> None:
             keep = ", ".join(x.name for x in layouts.layouts().values() if x.own_keys)
             raise UsageError(f"{argument(name)} applies to {keep}; {target.name} has keys of its own.", code="CKPT0205")
     if writing.quantize is not None:
-        refuse_scheme(writing.quantize)
+        check_scheme(writing.quantize)
         if target.name != HUB_LAYOUT or target.is_file:
             what = "one file, without the config.json that says what its codes are" if target.is_file else target.name
             raise Unsupported(
@@ -498,9 +522,11 @@ def _refuse_request(target: layouts.Layout, writing: WriteRequest) -> None:
         _refuse_world_size(target, writing.world_size)
 
 
-def _fill_lost(opened: OpenCheckpoint, reading: OpenOptions, account: Account) -> OpenCheckpoint:
-    """Fill in what a salvaged source has lost, from the checkpoint that `reading.fill_from` names, which is set; the
-    account gets that.
+def _fill_lost_entries(opened: OpenCheckpoint, reading: OpenOptions, account: Account) -> OpenCheckpoint:
+    """Fill what a salvaged source has lost from the checkpoint at `reading.fill_from`, which is set.
+
+    Args:
+        account: gets what changed.
 
     Raises:
         Unsupported: that checkpoint is of another model, or was salvaged itself.
@@ -508,7 +534,7 @@ def _fill_lost(opened: OpenCheckpoint, reading: OpenOptions, account: Account) -
     """
     assert reading.fill_from is not None
     path = os.fspath(reading.fill_from)
-    filled = fill_from_other(opened, path, None if reading.only is None else tuple(reading.only))
+    filled = fill_missing_entries(opened, path, None if reading.only is None else tuple(reading.only))
     account.add_step(f"filled from {path}", opened.checkpoint, filled.checkpoint)
     return filled
 
@@ -516,16 +542,19 @@ def _fill_lost(opened: OpenCheckpoint, reading: OpenOptions, account: Account) -
 def _change_state(
     opened: OpenCheckpoint, writing: WriteRequest, config: str | None, account: Account, target: layouts.Layout
 ) -> OpenCheckpoint:
-    """Rewrite a state as it was asked for, whatever the layout: dequantised, with canonical keys, under other names,
-    with another vocabulary size; the account gets that.
+    """Make the changes that the user asked for, whatever the layout.
+
+    In this order: expected digests, edited values, dequantisation, functions of the caller, keys, names, vocabulary
+    size.
 
     Args:
-        config: folder or id of a Hugging Face model; None where none was given.
-        target: the layout that the state is for.
+        config: folder or id of a Hugging Face model; None if none was given.
+        account: gets what changed.
+        target: the layout that will be written.
 
     Raises:
-        Corrupt: it is not what was recorded.
-        Unsupported, UsageError: a change cannot be made, such as another number of rows for codes.
+        Corrupt: the source does not match its record.
+        Unsupported, UsageError: a change cannot be made, such as another number of rows for quantised weights.
     """
     ckpt, source = opened.checkpoint, opened.source
     # what it must be, before anything is changed
@@ -542,7 +571,10 @@ def _change_state(
         beside = source if opened.folder else None
         stating = ckpt if config is None else replace(ckpt, config=read_model_files(config)[0])
         codes = encodings.find_in_checkpoint(ckpt, encodings.read_quantization_config(stating, beside))
-        choose, dtype = choose_dtype(writing.dtype, writing.cast or {}), encodings.read_model_dtype(stating, beside)
+        choose, dtype = (
+            make_dtype_chooser(writing.dtype, writing.cast or {}),
+            encodings.read_model_dtype(stating, beside),
+        )
         here = replace(opened, checkpoint=ckpt)
         plain, computed, lost = dequantize(here, patterns, codes, choose, dtype)
         plain = opened.layout.name_in_memory(plain)
@@ -570,10 +602,10 @@ def _change_state(
     called = "the Hub" if to_hub else "the map given" if name_map and "\n" in name_map else name_map
     account.add_step(f"under the names of {called}", before_map, ckpt)
     # a map may have cut the vocabulary already
-    cut = {t.shape[0] for t in vocabulary_of(ckpt).values()} if ckpt is not before_map else set()
+    cut = {t.shape[0] for t in find_vocabulary_weights(ckpt).values()} if ckpt is not before_map else set()
     if writing.vocab_size is not None and cut != {writing.vocab_size}:
         codes = encodings.find_in_checkpoint(ckpt, None)
-        if said := next(filter(None, (codes.describe(f"model.{n}") for n in vocabulary_of(ckpt))), ""):
+        if said := next(filter(None, (codes.describe(f"model.{n}") for n in find_vocabulary_weights(ckpt))), ""):
             raise Unsupported(
                 f"{argument('vocab_size', writing.vocab_size)}: {said}, with scales for the rows that there are. "
                 f"{argument('dequantize', ['*'])} makes numbers of them.",
@@ -583,15 +615,18 @@ def _change_state(
         ckpt, source = resize_vocabulary((ckpt, source), writing.vocab_size)
         account.add_step(f"a vocabulary of {writing.vocab_size:,} rows", before_cut, ckpt)
     if writing.keys:
-        ckpt = name_components(ckpt, writing.keys)
+        ckpt = with_component_keys(ckpt, writing.keys)
     return replace(opened, checkpoint=ckpt, source=source, inputs=inputs)
 
 
 def _edit_state(ckpt: Checkpoint, writing: WriteRequest, account: Account) -> Checkpoint:
-    """Set values and leave out state as it was asked for; the account gets that.
+    """Set values, leave out what is to be reset, and move the data position to another number of ranks, as requested.
+
+    Args:
+        account: gets what changed.
 
     Raises:
-        UsageError: nothing has such a name, or a value cannot be set.
+        UsageError: no entry has such a name, or a value cannot be set.
     """
     if writing.set_values:
         before = ckpt
@@ -611,10 +646,10 @@ def _edit_state(ckpt: Checkpoint, writing: WriteRequest, account: Account) -> Ch
     return ckpt
 
 
-def _leave_out_calls(ckpt: Checkpoint) -> tuple[Checkpoint, list[Dropped]]:
-    """Leave out values that hold calls, which a pickle of them would make when it is loaded; returns (the rest of the
-    state, what was left out)."""
-    found = {n: why for n, v in ckpt.values.items() if (why := unwritable_reason(v.data)) is not None}
+def _drop_values_with_calls(ckpt: Checkpoint) -> tuple[Checkpoint, list[Dropped]]:
+    """Leave out values with calls that their pickle would make when it is loaded; returns (the rest, what was left
+    out)."""
+    found = {n: why for n, v in ckpt.values.items() if (why := find_unwritable_reason(v.data)) is not None}
     if not found:
         return ckpt, []
     rest = replace(ckpt, values={n: v for n, v in ckpt.values.items() if n not in found})
@@ -622,17 +657,18 @@ def _leave_out_calls(ckpt: Checkpoint) -> tuple[Checkpoint, list[Dropped]]:
 
 
 def _check_optimizer(ckpt: Checkpoint, target: layouts.Layout, drop: bool) -> None:
-    """Add notes about odd optimizer state to a checkpoint.
+    """Refuse optimizer state that the layout's loader cannot use, and add notes on state that has no parameter or was
+    lost.
 
     Args:
-        drop: whether state without names may be left as data.
+        drop: whether state without names may be kept as data.
 
     Raises:
-        Unsupported: the state has no names, and what resumes from the layout finds it by them, or it is a tensor.
+        Unsupported: the state has no names, and what resumes from the layout needs them; or it is malformed.
     """
     if target.needs_named_optimizer:
-        _refuse_odd_optimizer(ckpt)
-    unnamed = [] if drop else unnamed_optimizer_state(ckpt)
+        _refuse_malformed_optimizer(ckpt)
+    unnamed = [] if drop else find_unnamed_optimizer_state(ckpt)
     numbered = next((n.removeprefix(f"{KEEPS_NUMBERS}: ") for n in ckpt.notes if n.startswith(KEEPS_NUMBERS)), None)
     by_name = target.needs_named_optimizer or target.refuses_numbers  # a job of ranks asks for names
     if numbered and not drop and by_name and any(t.path[0] == "model" for t in ckpt.tensors.values()):
@@ -649,20 +685,20 @@ def _check_optimizer(ckpt: Checkpoint, target: layouts.Layout, drop: bool) -> No
             "everything.",
             code="CKPT0330",
         )
-    if odd := orphaned_optimizer_state(ckpt):
+    if odd := find_orphaned_optimizer_state(ckpt):
         ckpt.notes.append(
             f"the optimizer has state for {count_noun(len(odd), 'parameter')} that the model does not have, first "
             f'"{odd[0]}": are the two of one training run?'
         )
-    if lost_slots := find_per_rank_slots(ckpt):
+    if lost_slots := find_lost_slots(ckpt):
         ckpt.notes.append(describe_lost_slots(ckpt, lost_slots))
 
 
-def _refuse_odd_optimizer(ckpt: Checkpoint) -> None:
-    """Refuse an optimizer that no engine and no trainer loads.
+def _refuse_malformed_optimizer(ckpt: Checkpoint) -> None:
+    """Raise for optimizer state of a structure that no engine and no trainer loads.
 
     Raises:
-        Unsupported: its state is a tensor, or so is that of a parameter (or a value), or a param group is a list.
+        Unsupported: the state, or that of a parameter, is not a dict, or a param group is a list.
     """
     odd = ""
     for path in chain((v.path for v in ckpt.values.values() if v.data != {}), (t.path for t in ckpt.tensors.values())):
@@ -683,11 +719,11 @@ def _refuse_odd_optimizer(ckpt: Checkpoint) -> None:
         )
 
 
-def _refuse_loss(opened: OpenCheckpoint, draft: Draft, target: layouts.Layout, holds: frozenset[str]) -> None:
-    """Refuse to lose state of components that the layout can hold.
+def _refuse_lost_state(opened: OpenCheckpoint, draft: Draft, target: layouts.Layout, holds: frozenset[str]) -> None:
+    """Raise if state would be lost of components that the layout can hold.
 
     Args:
-        holds: the components that it holds; empty if it holds all.
+        holds: the components that it can hold; empty if it can hold all.
 
     Raises:
         Unsupported: with the first entry that would be lost.
@@ -698,7 +734,7 @@ def _refuse_loss(opened: OpenCheckpoint, draft: Draft, target: layouts.Layout, h
         and opened.checkpoint.derived is None
         and (not holds or any(d.name.partition(".")[0] in holds for d in behind))
     ):
-        raise Unsupported(_explain_training_state(behind), code="CKPT0313")
+        raise Unsupported(_explain_dropped_training_state(behind), code="CKPT0313")
     lost = [d for d in draft.dropped if not holds or d.name.partition(".")[0] in holds]
     if lost:
         count = len(opened.checkpoint.tensors) + len(opened.checkpoint.values)
@@ -716,15 +752,14 @@ def _open_source(
     needed: Callable[[str], bool],
     prove_later: bool = False,
 ) -> OpenCheckpoint:
-    """Open the source, merged with an adapter where that was asked.
+    """Open the source: a checkpoint, or one that is averaged, merged, patched, or the difference to another.
 
-    Where it is damaged and another checkpoint shall fill it, and not even its optimizer can be read, open the weights
-    alone.
+    If it is too damaged to open and another checkpoint will fill it, open its weights alone.
 
     Args:
-        model: what `model_of(reading)` gives.
-        needed: called with the name of a component, tells whether an entry of it that cannot be read is an error.
-        prove_later: as of `open_checkpoint`, where it is one checkpoint.
+        model: what `collect_model_hints(reading)` returns.
+        needed: tells, for the name of a component, whether an entry of it that cannot be read is an error.
+        prove_later: as in `open_checkpoint`, if the source is one checkpoint.
 
     Raises:
         CkpttoolError: it cannot be opened or merged.
@@ -748,14 +783,16 @@ def _open_source(
 
 
 def _regroup_optimizer(ckpt: Checkpoint, like: layouts.ReferenceModel | None) -> tuple[Checkpoint, list[Dropped]]:
-    """Put the optimizer into the param groups of another checkpoint; returns (the state, what was left out because none
-    of the groups has its parameter).
+    """Give the optimizer the param groups of another checkpoint.
 
     Args:
-        like: the model of the other checkpoint; None where none was given.
+        like: the model of the other checkpoint; None if none was given.
+
+    Returns:
+        (the new index, what was left out because no group has its parameter).
 
     Raises:
-        UsageError: no checkpoint with such groups was named.
+        UsageError: no checkpoint with param groups that list names was given.
         Unsupported: the source's groups do not list names.
     """
     if like is None or like.groups is None:
@@ -765,21 +802,24 @@ def _regroup_optimizer(ckpt: Checkpoint, like: layouts.ReferenceModel | None) ->
             f"{has}.",
             code="CKPT0204",
         )
-    if names_by_group(ckpt) is None:
+    if list_names_by_group(ckpt) is None:
         raise Unsupported(
             f"{argument('regroup', True)}: {ckpt.root} has no param groups that list names of parameters, so nothing "
             "says which state belongs where.",
             code="CKPT0308",
         )
-    out, gone, notes = regroup(ckpt, like.groups)
+    out, gone, notes = regroup_optimizer(ckpt, like.groups)
     nbytes = {n: ckpt.tensors[n].nbytes if n in ckpt.tensors else 0 for n in gone}
     unplaced = [Dropped(n, nbytes[n], f"no param group of {argument('like')} has the parameter") for n in gone]
     return replace(out, notes=[*out.notes, *notes]), unplaced
 
 
-def _explain_training_state(behind: list[Dropped]) -> str:
-    """Return the message of a merge that stops because state of the adapter's training, `behind`, would be left
-    behind."""
+def _explain_dropped_training_state(behind: list[Dropped]) -> str:
+    """Return the message of a merge that stops because it would drop training state.
+
+    Args:
+        behind: the entries that would be dropped.
+    """
     parts = ", ".join(dict.fromkeys(d.name.partition(".")[0] for d in behind))
     return (
         f"a merge writes weights only, and the source holds {len(behind)} entries of {parts} besides, first "
@@ -804,12 +844,15 @@ def _refuse_world_size(target: layouts.Layout, world_size: int) -> None:
         )
 
 
-def _refuse_dtype(dtype: str | None, found: Encodings) -> None:
-    """Refuse a dtype for all weights where some are codes: nobody asks for bf16 to get fp8. None and "keep" ask for
-    none.
+def _refuse_dtype_for_codes(dtype: str | None, found: Encodings) -> None:
+    """Raise if one dtype is requested for all weights, and some are codes, which a cast would destroy.
+
+    Args:
+        dtype: the requested dtype; None and "keep" are none.
+        found: the weights that are codes.
 
     Raises:
-        Unsupported: with the first codes and their scale, or with what is not whole.
+        Unsupported: with the first codes and their scale, or with what is incomplete.
     """
     if dtype in (None, "keep") or not found:
         return
@@ -827,8 +870,10 @@ def _refuse_dtype(dtype: str | None, found: Encodings) -> None:
 
 
 def _refuse_casts(draft: Draft, target: layouts.Layout, codes: Encodings) -> None:
-    """Refuse a layout's own choice of dtype (fp32 masters of ZeRO, say) for tensors that numpy cannot convert, and for
-    codes and their scales.
+    """Raise if a layout's own choice of dtype (such as ZeRO's fp32 masters) would cast codes, scales or float4 tensors.
+
+    Args:
+        codes: the weights that are codes.
 
     Raises:
         Unsupported: with the first such tensor.
@@ -851,12 +896,11 @@ def _refuse_casts(draft: Draft, target: layouts.Layout, codes: Encodings) -> Non
 
 
 def _refuse_file_names(draft: Draft) -> None:
-    """Refuse names of files that no file system and no store would take; they can come up where a layout has a file for
-    each value.
+    """Raise for file names that a file system or a store rejects, as of layouts with a file for each value.
 
     Raises:
-        Unsupported: a part of a name is longer than 255 bytes, leads elsewhere, or has a null byte or half a surrogate
-            pair that is no byte of a file name (PEP 383).
+        Unsupported: a part of a name is longer than 255 bytes, is empty, "." or "..", or has a null byte or a surrogate
+            that stands for no byte (PEP 383).
     """
     for f in draft.files:
         parts = f.name.split("/")
@@ -874,8 +918,10 @@ def _refuse_file_names(draft: Draft) -> None:
         )
 
 
-def _refuse_dtypes(target: layouts.Layout, ckpt: Checkpoint) -> None:
-    """Refuse dtypes that torch does not have, if the layout is one that torch reads. Layouts without pickles keep them.
+def _refuse_non_torch_dtypes(target: layouts.Layout, ckpt: Checkpoint) -> None:
+    """Raise if a tensor has a dtype that torch does not have, and torch reads the layout.
+
+    Layouts without pickles keep such tensors.
 
     Raises:
         Unsupported: with the first such tensor.
@@ -915,38 +961,43 @@ def _refuse_subclasses(target: layouts.Layout, objects: Mapping[str, Composite])
     )
 
 
-def _explain_unread(opened: OpenCheckpoint, target: layouts.Layout, rows: list[Unread]) -> str:
-    """Return the message of a conversion that stops because of `rows`, files of the checkpoint that were not read."""
+def _explain_unread_files(opened: OpenCheckpoint, target: layouts.Layout, rows: list[Unread]) -> str:
+    """Return the message of a conversion that stops because files of the checkpoint were not read.
+
+    Args:
+        rows: these files.
+    """
     return (
         f"{opened.location} is read as {opened.layout.name}, which does not include these files of the same "
-        f"checkpoint: {unread_files.listed(rows)}. The {target.name} checkpoint would look complete, but training "
+        f"checkpoint: {unread_files.describe_files(rows)}. The {target.name} checkpoint would look complete, but "
+        "training "
         f"could not resume from it. Use {argument('drop', True)} to convert without them, or "
         f"{argument('only', ['model'])} for the weights alone."
     )
 
 
-def choose_dtype(
+def make_dtype_chooser(
     dtype: str | None,
     cast: Mapping[str, str],
     inside: Mapping[str, str] = MappingProxyType({}),
     codes: Encodings = Encodings(),  # noqa: B008
     halves: frozenset[str] = frozenset(),
 ) -> layouts.Cast:
-    """Return a function of the name and the stored dtype of a tensor, which chooses its dtype in the destination.
+    """Return a function of (name, stored dtype) of a tensor that returns its dtype in the destination.
 
     Args:
-        dtype: for weights in floating point; None and "keep" leave them as they are.
-        cast: {pattern of names: dtype}; of several that match, the last one counts.
-        inside: {tensor: the object of a subclass that is made of it}; those stay as they are.
-        codes: weights that are codes; they and their scales stay as they are.
-        halves: weights whose masters are stored as remainders of them.
+        dtype: for weights in floating point; None and "keep" leave them unchanged.
+        cast: {pattern of names: dtype}; the last pattern that matches counts.
+        inside: {tensor: the object of a tensor subclass that it is a part of}; their dtypes stay.
+        codes: weights that are codes; their dtypes and those of their scales stay.
+        halves: weights whose fp32 masters are stored as remainders of them; their dtypes stay.
 
     Raises:
-        UsageError: a dtype is no floating-point one.
-        Unsupported: only by the function that is returned: `cast` names a tensor that has to stay as it is.
+        UsageError: a dtype is not a floating-point one.
+        Unsupported: raised by the returned function: a tensor whose dtype has to stay would be cast.
     """
-    whole = None if dtype in (None, "keep") else floating_dtype(str(dtype))
-    rules = [(pattern, floating_dtype(to)) for pattern, to in cast.items()]
+    whole = None if dtype in (None, "keep") else parse_floating_dtype(str(dtype))
+    rules = [(pattern, parse_floating_dtype(to)) for pattern, to in cast.items()]
 
     def choose(name: str, stored: str) -> str:
         """Return the dtype of a tensor in the destination; `stored` is that in the source."""

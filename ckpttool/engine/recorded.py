@@ -1,8 +1,9 @@
 """ckpttool.json in a checkpoint: where it came from, and the digest that every tensor had when ckpttool wrote it.
 
-`record` makes it. It is read once, where a folder is opened to be copied, loaded or verified, and it may be anybody's:
-a damaged one, or one about other files than those that are there, is a note and not an error. One that is about these
-files must agree with them in names, dtypes, shapes and digests, unless the user says that it should be ignored.
+`make_record` makes it. It is read once, where a folder is opened to be copied, loaded or verified, and it may be
+anybody's: a damaged one, or one about other files than those that are there, is a note and not an error. One that is
+about these files must agree with them in names, dtypes, shapes and digests, unless the user says that it should be
+ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..index.selection import EntrySelection
 from ..printable import printable_json
 from ..storage.source import Source
 from .conservation import list_written_values
-from .copy.value_digests import recorded_values, state_roots
+from .copy.value_digests import digest_values_without_arrays, state_roots
 from .discover import unread_files
 
 if TYPE_CHECKING:
@@ -76,23 +77,29 @@ class Recorded:
     problem: str | None = None
 
     def expected(self, ckpt: Checkpoint, selection: EntrySelection) -> dict[str, tuple[str, tuple[int, ...], str]]:
-        """Return those of `tensors` that must be in a checkpoint of which a part was opened."""
+        """Return the entries of `tensors` that an opened checkpoint must have, {name: (dtype, shape, digest)}.
+
+        Args:
+            selection: the part of it that was opened.
+        """
         return {
             n: t for n, t in self.tensors.items() if (n in ckpt.tensors or n not in self.tied) and selection.holds(n)
         }
 
     def values_of(self, selection: EntrySelection) -> dict[str, str]:
-        """Return those of `values` that are selected."""
+        """Return the entries of `values` in a selection, {name: digest}."""
         return {n: d for n, d in (self.values or {}).items() if selection.holds(n)}
 
     def about(self, ckpt: Checkpoint) -> bool:
-        """Tell whether this record is about files that the checkpoint lies in; True where it does not say. A DeepSpeed
-        folder may hold the save that ckpttool wrote, and later ones."""
+        """Tell whether this record describes files of the checkpoint; True if it lists no files.
+
+        A DeepSpeed folder may hold the save that ckpttool wrote, and later ones.
+        """
         return self.files is None or not ckpt.files or not self.files.isdisjoint(ckpt.files)
 
 
 def read_record(source: Source) -> Recorded | None:
-    """Read ckpttool.json in a folder; None where there is none. One that cannot be used says so in `problem`.
+    """Read ckpttool.json in a folder; None if there is none. If it is damaged, the result has only a `problem`.
 
     Raises:
         SourceChanged, Unreadable: the file changes while it is read, or the disk fails.
@@ -108,7 +115,7 @@ def read_record(source: Source) -> Recorded | None:
         files, part = found.get("files"), found.get("selection")
         digests = found.get("values")
         return Recorded(
-            {n: _parse_tensor(*t) for n, t in found["tensors"].items()},
+            {n: _parse_tensor_entry(*t) for n, t in found["tensors"].items()},
             tied=frozenset(found["tied"]),
             added=frozenset(map(str, found.get("added", ()))),
             made=found.get("made")
@@ -129,11 +136,11 @@ def read_record(source: Source) -> Recorded | None:
         return Recorded(problem=f"{RECORD}: not a record of ckpttool ({type(e).__name__}: {str(e)[:80]})")
 
 
-def _parse_tensor(dtype: Any, shape: Any, digest: Any) -> tuple[str, tuple[int, ...], str]:
-    """Return the entry of a tensor in a record, (dtype, shape, digest), with its types checked.
+def _parse_tensor_entry(dtype: Any, shape: Any, digest: Any) -> tuple[str, tuple[int, ...], str]:
+    """Check the types of a tensor's entry in a record, and return it as (dtype, shape, digest).
 
     Raises:
-        ValueError, TypeError: it is something else.
+        ValueError, TypeError: the entry has other types.
     """
     if type(dtype) is not str or type(digest) is not str or not all(type(n) is int for n in shape):
         raise ValueError("an entry of a tensor is not [dtype, shape, digest]")
@@ -141,7 +148,12 @@ def _parse_tensor(dtype: Any, shape: Any, digest: Any) -> tuple[str, tuple[int, 
 
 
 def explain_missing(ckpt: Checkpoint, names: list[str], total: int) -> Corrupt:
-    """Return the error for `names` that a record lists, among `total` tensors, and the checkpoint lacks."""
+    """Return the error for tensors that a record lists and the checkpoint does not have.
+
+    Args:
+        names: the missing tensors, at least one.
+        total: how many tensors the record lists.
+    """
     parts = sorted({n.partition(".")[0] for n in names})
     left = sorted({n.partition(".")[0] for n in ckpt.tensors} - set(parts))
     hint = f"{argument('only', left)}, " if left else ""
@@ -154,8 +166,12 @@ def explain_missing(ckpt: Checkpoint, names: list[str], total: int) -> Corrupt:
 
 
 def explain_other_digests(ckpt: Checkpoint, names: list[str], total: int) -> Corrupt:
-    """Return the error for tensors whose digests are not the recorded ones; `names` are those of the checkpoint, of
-    `total` that were compared."""
+    """Return the error for tensors whose digests are not the recorded ones.
+
+    Args:
+        names: the tensors, at least one; they are in the checkpoint.
+        total: how many tensors were compared.
+    """
     chunks = ckpt.tensors[names[0]].chunks
     where = f" in {ckpt.files[chunks.file[0]]}" if len(chunks) else ""
     return Corrupt(
@@ -220,7 +236,7 @@ def make_record(planned: Plan, wanted: Mapping[str, TensorEntry], digests: Mappi
         "changed": {**draft.changed, **account.changed},
         "dropped": account.dropped,
         "files": {f.name: {"bytes": f.size} for f in draft.files},
-        "values": recorded_values(held),
+        "values": digest_values_without_arrays(held),
         "tensors": {n: [wanted[n].dtype, list(wanted[n].shape), d] for n, d in digests.items()},
     }
 

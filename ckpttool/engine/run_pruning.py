@@ -29,12 +29,12 @@ from ..layouts import Place
 from ..options import Progress, silent
 from ..printable import Shown, count_noun, printable
 from ..storage import urls
-from ..storage.removal import Remover, explain_failures, find_leftovers, is_tidy
+from ..storage.removal import Remover, convert_os_errors, find_leftovers, has_no_leftovers
 from ..storage.source import Source
 from .discover import detection
 from .discover.unread_files import human
-from .runs import RunStep, find_pointers, find_pointers_in_values, list_steps, look_into
-from .step_metrics import best_of, read_metrics
+from .runs import RunStep, find_pointers, find_pointers_in_values, list_steps, try_open_step
+from .step_metrics import find_best_steps, read_metrics
 
 __all__ = ["PrunedRun", "prune_run"]
 
@@ -70,7 +70,7 @@ class PrunedRun(Shown):
         return asdict(self)
 
     def lines(self) -> Iterator[str]:
-        """Yield a line for each step."""
+        """Yield a line of text for each step: deleted, kept and why, or refused and why."""
         for name in self.deleted:
             yield f"{'would delete' if self.dry_run else 'deleted':13s}{name}"
         for name, reasons in self.kept.items():
@@ -80,7 +80,7 @@ class PrunedRun(Shown):
 
     @property
     def summary(self) -> str:
-        """Return one line: how many steps, how many bytes."""
+        """Return a line of text: how many steps were (or would be) deleted, and the bytes that this frees."""
         what = f"{count_noun(len(self.deleted), 'step')}, {human(self.freed)}"
         left = f"; {count_noun(self.leftovers, 'step')} that an interrupted run had begun to delete" * bool(
             self.leftovers
@@ -101,7 +101,7 @@ class _Entry(NamedTuple):
 
     @classmethod
     def of(cls, path: str, st: os.stat_result) -> _Entry:
-        """Return the entry of a path, by what the system says of it."""
+        """Make the entry of a path from its `os.stat_result`."""
         size = st.st_size if stat.S_ISREG(st.st_mode) else 0
         return cls(path, (st.st_dev, st.st_ino), st.st_mode, size, st.st_mtime_ns, st.st_nlink)
 
@@ -134,7 +134,7 @@ class _Save:
 
     @property
     def number(self) -> int | None:
-        """Return its step, or its epoch if it has no step."""
+        """Return its step, or its epoch if it has no step; None if it has neither."""
         return self.steps[0].number
 
     @property
@@ -145,11 +145,14 @@ class _Save:
     @property
     def of_weights(self) -> bool:
         """Tell whether its layouts hold the weights of a model alone, as an export beside the steps of a run."""
-        return all((layout := layouts.read_as(s.layout)) is not None and layout.of_weights for s in self.steps)
+        return all(
+            (layout := layouts.find_by_checkpoint_layout(s.layout)) is not None and layout.of_weights
+            for s in self.steps
+        )
 
     @property
     def modified(self) -> float:
-        """Return when something in it was last written to, in seconds since 1970."""
+        """Return the time of the last change in it, in seconds since 1970; 0.0 if unknown."""
         return max((s.modified or 0.0 for s in self.steps), default=0.0)
 
 
@@ -164,25 +167,26 @@ def prune_run(
     dry_run: bool = True,
     progress: Progress = silent,
 ) -> PrunedRun:
-    """Delete the steps of a run that no policy keeps. A trainer may keep saving into it.
+    """Delete the steps of a run that no policy keeps. A trainer may be saving into the folder at the same time.
 
     A folder with several runs below it is pruned run by run. Always kept are the newest complete step of a run, later
-    ones, those that are being written, and those that a pointer of the trainer or a link names or that another step
+    steps, steps that are being written, and steps that a pointer of the trainer or a link names or that another step
     needs.
 
     Args:
         path: the folder of a run; not a URL.
-        keep_last: keep the newest this many complete steps. None, of each policy: do not use it.
-        keep_every: keep steps that are a multiple of it, or epochs where names have no steps.
-        keep_best: "FILE:KEY", keep the step with the best number; `step_metrics` says what FILE and KEY are.
-        keep_best_mode: "min" or "max"; None: "min" for a key with "loss" or "perplexity" in it, both ends for others.
-        drop_incomplete: delete incomplete steps, too, that nothing was written to for this time, and that are before
-            the newest complete one.
+        keep_last: keep this many of the newest complete steps. For each policy, None means that it is not used.
+        keep_every: keep steps that are a multiple of it, or epochs if names have no steps.
+        keep_best: "FILE:KEY": keep the step with the best number; `step_metrics` says what FILE and KEY are.
+        keep_best_mode: "min" or "max"; None for "min" if the key contains "loss", "perplexity" or "ppl", and otherwise
+            for both the smallest and the largest number.
+        drop_incomplete: also delete incomplete steps before the newest complete one that have not changed for this
+            time.
         dry_run: change nothing, only say what would be deleted.
         progress: called with ("delete", bytes done, bytes in all).
 
     Raises:
-        UsageError: no policy, or one that makes no sense; a URL; the path is a checkpoint or a file; the numbers of
+        UsageError: there is no policy, or a wrong one; the path is a URL, a checkpoint or a file; the numbers of
             `keep_best` are missing or ambiguous.
         NotRecognised: there is no checkpoint.
         Corrupt: no step is complete; nothing was deleted.
@@ -190,7 +194,7 @@ def prune_run(
         NotPermitted: the user may not delete there.
     """
     _check_policies(path, keep_last, keep_every, keep_best, keep_best_mode, drop_incomplete)
-    with _open_run(path) as source, explain_failures(source.root):
+    with _open_run(path) as source, convert_os_errors(source.root):
         plan = _Plan(source)
         plan.protect(drop_incomplete)
         plan.apply_policies(keep_last, keep_every, keep_best, keep_best_mode)
@@ -202,7 +206,11 @@ def _check_policies(
     path: str | os.PathLike[str], last: int | None, every: int | None, best: str | None, mode: str | None,
     age: timedelta | None,
 ) -> None:  # fmt: skip
-    """Raise UsageError for arguments of `prune_run` that make no sense."""
+    """Check the arguments of `prune_run`.
+
+    Raises:
+        UsageError: the path is a URL, there is no policy, or one has a wrong value.
+    """
     if urls.is_url(path):
         raise UsageError(
             f"{urls.display_path(path)}: steps are deleted in a folder only. A store cannot rename a step out of the "
@@ -254,7 +262,7 @@ class _Plan:
             )
         self.saves: dict[str, _Save] = {}
         for s in found.steps:
-            name = detection.step_path(s)
+            name = detection.find_step_path(s)
             run = os.path.dirname(name), "" if s.step is not None else "epoch" if s.epoch is not None else s.name
             self.saves.setdefault(name, _Save(name, run, [])).steps.append(s)
         if not any(save.number is not None for save in self.saves.values()):
@@ -268,10 +276,10 @@ class _Plan:
         #: of each run, the newest complete save that could be opened
         self.newest: dict[tuple[str, str], _Save] = {}
         trains = {s.run for s in self.saves.values() if s.complete and not s.of_weights}
-        for save in self._newest_first():
+        for save in self._list_newest_first():
             if save.run in self.newest or save.number is None or not save.complete:
                 continue
-            if not (save.of_weights and save.run in trains) and self._opens(save):
+            if not (save.of_weights and save.run in trains) and self._can_resume_from(save):
                 self.newest[save.run] = save
         if not self.newest:
             raise Corrupt(
@@ -280,17 +288,20 @@ class _Plan:
                 code="CKPT0430",
             )
 
-    def _newest_first(self) -> list[_Save]:
-        """List the saves, those of the highest steps first."""
+    def _list_newest_first(self) -> list[_Save]:
+        """List the saves by step, the highest first."""
         return sorted(self.saves.values(), key=lambda s: (s.number or 0, s.modified, s.name), reverse=True)
 
-    def _opens(self, save: _Save) -> bool:
-        """Tell whether the checkpoints of a save can be opened, as far as ckpttool can, and hold state that a job
-        resumes from; notes what their values name."""
+    def _can_resume_from(self, save: _Save) -> bool:
+        """Tell whether the checkpoints of a save can be opened, and a job can resume from them; opens them.
+
+        Checkpoints that only lack something to be read, such as a config, count as openable. Steps that their values
+        name are added to `pointers`.
+        """
         for i, s in enumerate(save.steps):
             if s.weights_only:
                 return False
-            ckpt, error = look_into(self.source, s)
+            ckpt, error = try_open_step(self.source, s)
             save.steps[i] = s.with_error(error)
             if save.steps[i].problem:
                 return False
@@ -300,9 +311,14 @@ class _Plan:
         return True
 
     def protect(self, drop_incomplete: timedelta | None) -> None:
-        """Note of each save what forbids to delete it, whatever the policies say."""
+        """Set for each save why it must not be deleted (`refused`) or is kept (`keeps`), whatever the policies.
+
+        Args:
+            drop_incomplete: an incomplete save may be deleted if it has not changed for this time; None to refuse all
+                of them.
+        """
         for save in self.saves.values():
-            save.refused = self._why_refused(save, drop_incomplete)
+            save.refused = self._explain_refusal(save, drop_incomplete)
             newest = self.newest.get(save.run)
             if save.number is None:
                 continue
@@ -314,20 +330,24 @@ class _Plan:
                 pass
             elif save.number > (newest.number or 0):
                 save.keeps.append(f"later than {newest.name}")
-            elif self._look_at(save).written > self._look_at(newest).written + _BACK:
+            elif self._get_contents(save).written > self._get_contents(newest).written + _BACK:
                 save.keeps.append(f"written after {newest.name}, as if the job had gone back")
             for p in self.pointers:
                 if p.step is not None and any(s.name == p.step for s in save.steps):
                     save.keeps.append(f"{p.name} names it")
 
-    def _look_at(self, save: _Save) -> _Contents:
-        """Return what a save was when this was first asked."""
+    def _get_contents(self, save: _Save) -> _Contents:
+        """Return the contents of a save as of the first call for it.
+
+        Raises:
+            FileNotFoundError: something in it disappeared while it was read.
+        """
         if save.contents is None:
             save.contents = _read_contents(self.source.root, save.name)
         return save.contents
 
-    def _why_refused(self, save: _Save, drop_incomplete: timedelta | None) -> str:
-        """Return why a save must not be deleted, "" if it may."""
+    def _explain_refusal(self, save: _Save, drop_incomplete: timedelta | None) -> str:
+        """Return why a save must not be deleted; "" if it may be."""
         if save.number is None:
             return "no name has its step"
         if any(s.layout == _ARCHIVE for s in save.steps):
@@ -345,10 +365,10 @@ class _Plan:
                 return f"{words}; it changed too lately"
         elif any(s.being_written for s in save.steps):
             return save.steps[0].state
-        return self._why_odd(save)
+        return self._explain_foreign_contents(save)
 
-    def _why_odd(self, save: _Save) -> str:
-        """Return why the folder of a save may hold something else than one checkpoint, "" if it does not."""
+    def _explain_foreign_contents(self, save: _Save) -> str:
+        """Return what else than its own checkpoint the folder of a save holds; "" if nothing."""
         inside = [other.name for other in self.saves.values() if other.name.startswith(f"{save.name}/")]
         if inside:
             return f"it holds another checkpoint, {inside[0]}"
@@ -369,9 +389,14 @@ class _Plan:
         return ""
 
     def apply_policies(self, last: int | None, every: int | None, best: str | None, mode: str | None) -> None:
-        """Note of each save which policies keep it; those of a run are judged by themselves."""
+        """Add to each save the policies that keep it; each run is judged separately. The arguments are those of
+        `prune_run`.
+
+        Raises:
+            UsageError: the numbers of `best` are missing or ambiguous.
+        """
         for run in self.newest:
-            judged = [s for s in self._newest_first() if s.run == run and s.number is not None and s.complete]
+            judged = [s for s in self._list_newest_first() if s.run == run and s.number is not None and s.complete]
             numbers = list(dict.fromkeys(s.number for s in judged))
             for s in judged:
                 if last is not None and s.number in numbers[:last]:
@@ -392,19 +417,21 @@ class _Plan:
             except UsageError as e:
                 problems.append(e)
                 continue
-            for name, why in best_of(values, steps, best.rpartition(":")[2], mode).items():
+            for name, why in find_best_steps(values, steps, best.rpartition(":")[2], mode).items():
                 self.saves[name].keeps.append(why)
         if problems:
             raise problems[0]
 
     def list_unkept(self) -> list[_Save]:
-        """List the saves that nothing keeps, the oldest first."""
-        return [s for s in reversed(self._newest_first()) if not s.keeps and not s.refused]
+        """List the saves that are neither kept nor refused, the oldest first."""
+        return [s for s in reversed(self._list_newest_first()) if not s.keeps and not s.refused]
 
     def keep_what_others_need(self) -> None:
-        """Keep each save into which a file leads that stays: a link, or the index of a save by a path. Such a save may
-        need a third one."""
-        needs = list(_find_needs(self.source.root, self.saves))
+        """Keep each save that a remaining save or the run needs, because a link or the path in an index leads into it.
+
+        This repeats until no more saves are needed.
+        """
+        needs = list(_find_dependencies(self.source.root, self.saves))
         while True:
             going = {s.name for s in self.list_unkept()}
             found = [(of, by, how) for of, by, how in needs if of in going and by not in going]
@@ -416,14 +443,19 @@ class _Plan:
     # ------------------------------------------------------------------------------------------------------- deleting
 
     def carry_out(self, path: str, dry_run: bool, progress: Progress) -> PrunedRun:
-        """Delete what goes, one save after the other, or with `dry_run` only count it; return the result."""
+        """Delete the saves that are neither kept nor refused, one after the other, and return the result.
+
+        Args:
+            path: the folder of the run, for the result.
+            dry_run: only count what would be deleted.
+        """
         for save in self.list_unkept():
             try:
-                self._look_at(save)
+                self._get_contents(save)
             except FileNotFoundError:
                 save.refused = _GONE
         going = self.list_unkept()
-        total = sum(self._look_at(s).size for s in going)
+        total = sum(self._get_contents(s).size for s in going)
         folders = dict.fromkeys(os.path.dirname(s.name) for s in (*self.saves.values(), *going))
         leftovers = [f for folder in folders for f in find_leftovers(self.source.root, folder)]
         gone: list[str] = []
@@ -435,11 +467,11 @@ class _Plan:
             progress("delete", min(done, total), total)
 
         if dry_run:
-            gone, freed = [s.name for s in going], _count_freed(map(self._look_at, going))
+            gone, freed = [s.name for s in going], _count_freed_bytes(map(self._get_contents, going))
         else:
             for folder in folders:
                 here = [s for s in going if os.path.dirname(s.name) == folder]
-                if not here and is_tidy(self.source.root, folder):
+                if not here and has_no_leftovers(self.source.root, folder):
                     continue
                 with Remover(self.source.root, folder, count).hold() as remover:
                     for save in here:
@@ -450,7 +482,7 @@ class _Plan:
                                 f"{count_noun(len(gone), 'step')} of {len(going)} are deleted; the same command again "
                                 "deletes the rest."
                             )
-        rest = [s for s in self._newest_first() if s.name not in gone]
+        rest = [s for s in self._list_newest_first() if s.name not in gone]
         return PrunedRun(
             path,
             dry_run,
@@ -463,20 +495,23 @@ class _Plan:
         )
 
     def _delete(self, save: _Save, remover: Remover) -> str:
-        """Delete a save, unless something has changed since it was looked at; return why it was not, "" if it was.
+        """Delete a save, unless it has changed since its contents were read.
+
+        Returns:
+            "" if it was deleted, otherwise why not.
 
         Raises:
-            SourceChanged: the newest complete step of its run is no longer there, or no longer complete.
+            SourceChanged: the newest complete step of its run no longer exists, or is no longer complete.
         """
         root = self.source.root
         with Source(root) as now:  # which has read nothing yet
-            _check_complete(now, self.newest[save.run])
+            _check_still_complete(now, self.newest[save.run])
             if named := [p.name for p in find_pointers(now, save.steps) if p.step is not None]:
                 return f"{named[0]} names it by now"
         try:
-            if _read_contents(root, save.name)[:3] != self._look_at(save)[:3]:
+            if _read_contents(root, save.name)[:3] != self._get_contents(save)[:3]:
                 return "it changed meanwhile"
-            remover.remove(os.path.basename(save.name), self._look_at(save).identity)
+            remover.remove(os.path.basename(save.name), self._get_contents(save).identity)
         except FileNotFoundError:
             return _GONE
         except (SourceChanged, Locked) as e:
@@ -484,8 +519,8 @@ class _Plan:
         return ""
 
 
-def _check_complete(source: Source, save: _Save) -> None:
-    """Check by the names of its files that the newest complete step of a run is still that.
+def _check_still_complete(source: Source, save: _Save) -> None:
+    """Check by the names of its files that the newest complete step of a run still exists and is complete.
 
     Raises:
         SourceChanged: it is not.
@@ -502,11 +537,14 @@ def _check_complete(source: Source, save: _Save) -> None:
             )
 
 
-def _walk(root: str, name: str) -> Iterator[_Entry]:
-    """Yield an entry of the run, and everything in it if it is a folder, sorted; links are not followed.
+def _walk_entries(root: str, name: str) -> Iterator[_Entry]:
+    """Yield an entry of the run and, if it is a folder, everything in it, sorted by name; links are not followed.
+
+    Args:
+        root, name: the folder of the run, and the path of the entry in it.
 
     Raises:
-        FileNotFoundError: something disappeared meanwhile.
+        FileNotFoundError: something disappeared while it was read.
     """
     top = os.path.join(root, name)
     entry = _Entry.of("", os.lstat(top))
@@ -522,13 +560,16 @@ def _walk(root: str, name: str) -> Iterator[_Entry]:
 
 
 def _read_contents(root: str, name: str) -> _Contents:
-    """Look at everything in an entry of the run.
+    """Return size, digest and times of a file or folder of the run, from the metadata of all files in it.
+
+    Args:
+        root, name: the folder of the run, and the path of the entry in it.
 
     Raises:
-        FileNotFoundError: something disappeared meanwhile.
+        FileNotFoundError: something disappeared while it was read.
     """
     digest, size, shared = hashlib.blake2b(), 0, list[_Entry]()
-    entries = _walk(root, name)
+    entries = _walk_entries(root, name)
     largest = top = next(entries)
     for entry in chain([top], entries):
         digest.update(repr(entry._replace(links=0)).encode("utf-8", "surrogatepass"))
@@ -539,8 +580,8 @@ def _read_contents(root: str, name: str) -> _Contents:
     return _Contents(top.identity, size, digest.hexdigest(), largest.mtime_ns / 1e9, tuple(shared))
 
 
-def _count_freed(looked: Iterable[_Contents]) -> int:
-    """Return the bytes that the deletion of steps would free: of a file with several names, if all of them go."""
+def _count_freed_bytes(looked: Iterable[_Contents]) -> int:
+    """Return the bytes that deleting these saves would free; a hard-linked file counts if all its links are deleted."""
     freed, seen = 0, dict[tuple[int, int], int]()
     for contents in looked:
         freed += contents.size
@@ -550,9 +591,12 @@ def _count_freed(looked: Iterable[_Contents]) -> int:
     return freed
 
 
-def _find_needs(root: str, saves: Mapping[str, _Save]) -> Iterator[tuple[str, str, str]]:
-    """Yield (save, the save that needs it or "" for the run itself, how) for links into a save, and for indexes that
-    name a file in one."""
+def _find_dependencies(root: str, saves: Mapping[str, _Save]) -> Iterator[tuple[str, str, str]]:
+    """Find what leads into a save from elsewhere: links, and indexes that name a file in it.
+
+    Yields:
+        (name of the save, name of the save that needs it or "" for the run itself, description).
+    """
     real = {os.path.join(root, name): name for name in saves}
 
     def save_of(path: str) -> str | None:
@@ -574,14 +618,19 @@ def _find_needs(root: str, saves: Mapping[str, _Save]) -> Iterator[tuple[str, st
                 if target is not None and target != by:
                     yield target, by or "", f"{os.path.relpath(path, root)} is a link into it"
             elif by is not None and re.fullmatch(_INDEX, name) and folder != beside and name in files:
-                for target in _named_in(path, root, saves):
+                for target in _find_saves_named_in(path, root, saves):
                     if target != by:
                         yield target, by, f"{os.path.relpath(path, root)} names files in it"
 
 
-def _named_in(path: str, root: str, saves: Mapping[str, _Save]) -> set[str]:
-    """Return the saves that an index names files of, by a path that leads up and down again or is absolute; and the
-    save that the configuration of an adapter names as its base."""
+def _find_saves_named_in(path: str, root: str, saves: Mapping[str, _Save]) -> set[str]:
+    """Return the names of the saves that a file names.
+
+    An index names files in a save by an absolute path or one with "../"; the config of an adapter names its base model.
+
+    Args:
+        path: the file; nothing is found if it is larger than 256 MiB or cannot be read.
+    """
     found: set[str] = set()
     try:
         with open(path, "rb") as f:

@@ -43,7 +43,7 @@ __all__ = [
     "find_pointers_in_values",
     "list_run",
     "list_steps",
-    "look_into",
+    "try_open_step",
 ]
 
 _MOST_FOLDERS = 20_000  # that are looked into, where that sends no request
@@ -79,12 +79,15 @@ class RunStep(FoundCheckpoint):
 
     @property
     def number(self) -> int | None:
-        """Return the step, or the epoch of a step that is named by that alone."""
+        """Return the step, or the epoch if the name has no step; None if it has neither."""
         return self.epoch if self.step is None else self.step
 
     def with_error(self, error: Exception | None) -> RunStep:
-        """Return the step with what opening it said: a problem if its files are damaged; what is needed to read it, as
-        its next step, if it lacks only that."""
+        """Return the step with the error that opening it raised; unchanged for None.
+
+        Damaged files become its `problem`; an error about something that is only needed to read it becomes its
+        `next_step`.
+        """
         text = str(error).split("\n")[0]
         if isinstance(error, Corrupt | Unsafe | NotPermitted | OSError):
             return replace(self, problem=text)
@@ -92,7 +95,7 @@ class RunStep(FoundCheckpoint):
 
     @property
     def state(self) -> str:
-        """Return in words whether it is complete, and why not."""
+        """Return in words whether the step is complete, and what it lacks otherwise."""
         if not self.complete:
             return f"{'being written' if self.being_written else 'incomplete'}: {self.lacks}"
         if self.problem:
@@ -146,13 +149,13 @@ class Run(Shown):
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield a table of the steps, then what is wrong with the pointers, and what resumes from the steps."""
+        """Yield lines of text: the table of steps, warnings, and what resumes from the steps."""
         yield from self.table()
         yield from (f"warning: {text}" for text in self.warnings())
         yield from self.next_steps()
 
     def table(self) -> Iterator[str]:
-        """Yield a line for each step, below one with the names of the columns."""
+        """Yield the steps as lines of a table, the names of the columns first."""
         rows = [("step", "name", "layout", "ranks", "size", "age", "state")]
         for s in self.steps:
             number = f"{s.step:,}" if s.step is not None else f"epoch {s.epoch}" if s.epoch is not None else ""
@@ -173,13 +176,13 @@ class Run(Shown):
             yield "  ".join([*cells, r[6]]).rstrip()
 
     def warnings(self) -> Iterator[str]:
-        """Yield what is wrong with the pointers, and how many folders were not looked into."""
+        """Yield sentences on pointers with problems, and on folders that were not searched."""
         yield from (f"{p.name} {p.problem}" for p in self.pointers if p.problem)
         if self.left_out:
             yield f"{count_noun(self.left_out, 'folder')} not looked into"
 
     def next_steps(self) -> Iterator[str]:
-        """Yield what resumes from the steps, once for steps of which the same is true."""
+        """Yield lines of text on what resumes from the steps; steps with the same answer share a line."""
         same: dict[str, list[RunStep]] = {}
         for s in self.steps:
             if s.next_step:
@@ -195,18 +198,18 @@ class Run(Shown):
 
 
 def list_run(path: str | os.PathLike[str], *, look: bool = True) -> Run:
-    """List the checkpoints of a run, oldest first: those in a folder or URL, in its folders and in theirs.
+    """List the checkpoints of a run, oldest first: those in a folder or URL, and up to two levels below.
 
     A path that is a checkpoint itself is a run of one step.
 
     Args:
         path: a folder, or the URL of one (s3://, gs://, az://, hf://).
-        look: open the newest of the steps with equal files, at most eight, to find world sizes and what resumes from
-            them; otherwise only names are read, and `world_size`, `next_step` and `problem` are empty.
+        look: open the newest of the steps with equal files, at most eight in all, to find world sizes and what resumes
+            from them; otherwise only names are read, and `world_size`, `next_step` and `problem` are empty.
 
     Returns:
-        The steps; each is a `RunStep`. To follow a run, call it again with `look=False`, and take the steps that are
-        `complete` and not `being_written`.
+        The run; its `steps` are `RunStep`s. To follow a run, call this again with `look=False`, and use the steps that
+        are `complete` and not `being_written`.
 
     Raises:
         NotRecognised: there is no checkpoint.
@@ -217,9 +220,9 @@ def list_run(path: str | os.PathLike[str], *, look: bool = True) -> Run:
         run = list_steps(where)
         if not look:
             return run
-        steps, more = _look_at_kinds(source, run.steps)
+        steps, more = _open_one_of_each_kind(source, run.steps)
         pointers = [*run.pointers, *more]
-        return replace(run, steps=[_mark(s, pointers) for s in steps], pointers=pointers)
+        return replace(run, steps=[_mark_step(s, pointers) for s in steps], pointers=pointers)
 
 
 def list_steps(where: Place) -> Run:
@@ -228,26 +231,26 @@ def list_steps(where: Place) -> Run:
     Raises:
         NotRecognised: there is none.
     """
-    source, found = where.source, _find(where)
-    steps = [_describe_step(source, c) for c in found.checkpoints]
+    source, found = where.source, _find_checkpoints(where)
+    steps = [_make_run_step(source, c) for c in found.checkpoints]
     pointers = find_pointers(source, steps)
-    return Run(found.path, _read_digests(source, [_mark(s, pointers) for s in steps]), pointers, found.left_out)
+    return Run(found.path, _read_digests(source, [_mark_step(s, pointers) for s in steps]), pointers, found.left_out)
 
 
-def _find(where: Place) -> detection.Checkpoints:
+def _find_checkpoints(where: Place) -> detection.Checkpoints:
     """Return the checkpoints at a place: those below a folder, or the place itself.
 
     Raises:
         NotRecognised: there is none.
     """
     if where.file is None:
-        found = detection.below(where.source, _MOST_FOLDERS if where.source.list_ahead() else None)
+        found = detection.find_checkpoints(where.source, _MOST_FOLDERS if where.source.list_ahead() else None)
         if any(c.step is not None or c.epoch is not None for c in found.checkpoints):
             return found
     else:
         found = None
     row = detection.describe_place(where)
-    hides = row is not None and not layouts.program_of(row.layout).is_stray(where.source.list())
+    hides = row is not None and not layouts.get_program_of(row.layout).is_stray(where.source.list())
     if row is not None and (hides or found is None or not found.checkpoints):
         return detection.Checkpoints(row.path, [replace(row, newest=row.complete)])
     if found is not None and found.checkpoints:
@@ -258,9 +261,9 @@ def _find(where: Place) -> detection.Checkpoints:
     )
 
 
-def _describe_step(source: Source, c: FoundCheckpoint) -> RunStep:
-    """Return a checkpoint with the time of its last change, and where it leads if it is a link."""
-    names = [c.name, *(_join(c.name, n) for n in _list_names(source, c.name))]
+def _make_run_step(source: Source, c: FoundCheckpoint) -> RunStep:
+    """Return a checkpoint as a step of the run, with the time of its last change and the target of a link."""
+    names = [c.name, *(_join_path(c.name, n) for n in _list_step_entries(source, c.name))]
     times = [t for n in names if (t := source.modified(n)) is not None]
     link = None
     if source.local:
@@ -270,13 +273,13 @@ def _describe_step(source: Source, c: FoundCheckpoint) -> RunStep:
     return RunStep(**known, modified=max(times, default=None), link=link)
 
 
-def _list_names(source: Source, name: str) -> Iterator[str]:
-    """Yield the names in a folder of the source, and in its folders, relative to it; none for a file."""
+def _list_step_entries(source: Source, name: str) -> Iterator[str]:
+    """Yield the paths of everything in the folder of a step, two levels deep and relative to it; nothing for a file."""
     if _is_folder(source, name):
         for inner in source.list(name):
             yield inner
-            if source.glance(_join(name, inner))[0]:
-                yield from (f"{inner}/{n}" for n in source.list(_join(name, inner)))
+            if source.glance(_join_path(name, inner))[0]:
+                yield from (f"{inner}/{n}" for n in source.list(_join_path(name, inner)))
 
 
 def _is_folder(source: Source, name: str) -> bool:
@@ -284,8 +287,8 @@ def _is_folder(source: Source, name: str) -> bool:
     return not name or source.glance(name)[0]
 
 
-def _join(folder: str, name: str) -> str:
-    """Return the path of an entry of a folder of the source; "" is the source itself."""
+def _join_path(folder: str, name: str) -> str:
+    """Return the path of an entry of a folder; the folder "" is the source itself."""
     return f"{folder}/{name}" if folder else name
 
 
@@ -293,15 +296,17 @@ def _join(folder: str, name: str) -> str:
 
 
 def find_pointers(source: Source, steps: Sequence[FoundCheckpoint]) -> list[Pointer]:
-    """Find what names a step in the folders that hold the steps: links, and small files whose names begin with latest,
-    last, newest or best."""
+    """Find links to steps, and small files that name one: their names begin with latest, last, newest or best.
+
+    Only the run's folder and the folders that hold steps are searched.
+    """
     out: list[Pointer] = []
     for folder in dict.fromkeys(["", *(s.name.rpartition("/")[0] for s in steps)]):
         for name in source.list(folder):
-            path = _join(folder, name)
+            path = _join_path(folder, name)
             here = os.path.join(source.root, path)
             if source.local and os.path.islink(here):
-                if (step := _step_at(source, os.path.realpath(here), steps)) not in (None, path):
+                if (step := _find_step_at(source, os.path.realpath(here), steps)) not in (None, path):
                     out.append(_make_pointer(path, os.readlink(here), step, steps))
                 continue
             is_folder, size = source.glance(path)
@@ -311,8 +316,14 @@ def find_pointers(source: Source, steps: Sequence[FoundCheckpoint]) -> list[Poin
 
 
 def _read_pointer(source: Source, folder: str, path: str, steps: Sequence[FoundCheckpoint]) -> list[Pointer]:
-    """Return the pointers that a small file holds: a number of a step, the name or the path of one, or a text that
-    names some. [] where it holds something else."""
+    """Return the pointers in a small file: the number, name or path of a step, or a text with names of steps.
+
+    [] if it holds something else.
+
+    Args:
+        folder: the folder that the file is in.
+        path: the file.
+    """
     try:
         text = source.read_all(path, _MOST_POINTER).decode().strip()
     except (CkpttoolError, UnicodeDecodeError):
@@ -325,24 +336,36 @@ def _read_pointer(source: Source, folder: str, path: str, steps: Sequence[FoundC
     last = text.rpartition("/")[2]
     if not named and last not in source.list(folder) and len(text.split()) == 1 and not set(text) & set("{}[]\"'"):
         of_newest = re.match(r"(?i)latest|last", os.path.basename(path)) is not None
-        if of_newest or any(_shape(last) == _shape(os.path.basename(s.name)) for s in beside):  # else a number, say
+        if of_newest or any(
+            _mask_numbers(last) == _mask_numbers(os.path.basename(s.name)) for s in beside
+        ):  # else a number, say
             return [Pointer(path, text, None, f"names {text}, which is not here")]
     return [_make_pointer(path, text, name, steps) for name in named]
 
 
-def _shape(name: str) -> str:
-    """Return a name with "#" for each number."""
+def _mask_numbers(name: str) -> str:
+    """Return a name with "#" in place of each number."""
     return re.sub(r"\d+", "#", name)
 
 
 def _make_pointer(name: str, says: str, step: str, steps: Iterable[FoundCheckpoint]) -> Pointer:
-    """Return a pointer to a step by its name, with a problem if that is incomplete."""
+    """Return the pointer to a step; it has a problem if the step is incomplete.
+
+    Args:
+        name: of the pointer.
+        says: what it contains.
+        step: name of the step.
+    """
     of = next(s for s in steps if s.name == step)
     return Pointer(name, says, step, "" if of.complete else f"names {step}, which is incomplete: {of.lacks}")
 
 
-def _step_at(source: Source, real: str, steps: Iterable[FoundCheckpoint]) -> str | None:
-    """Return the name of the step that a real path is, or lies in; None where it is in none."""
+def _find_step_at(source: Source, real: str, steps: Iterable[FoundCheckpoint]) -> str | None:
+    """Return the name of the step that contains a path; None if no step does.
+
+    Args:
+        real: the path, with links resolved.
+    """
     for s in steps:
         at = os.path.realpath(os.path.join(source.root, s.name))
         if real == at or real.startswith(at + "/"):
@@ -351,7 +374,12 @@ def _step_at(source: Source, real: str, steps: Iterable[FoundCheckpoint]) -> str
 
 
 def find_pointers_in_values(ckpt: Checkpoint, step: RunStep, steps: Sequence[RunStep]) -> Iterator[Pointer]:
-    """Yield what the values of a checkpoint name among the other steps, as the path of the best one."""
+    """Yield pointers for values of a checkpoint that name a step of the run, such as the path of the best checkpoint.
+
+    Args:
+        step: the step of that checkpoint; values that name it are skipped.
+        steps: all steps.
+    """
     others = {s.name.rpartition("/")[2]: s for s in steps if s.name != step.name}
     own = step.name.rpartition("/")[2]
     for name, entry in (*ckpt.values.items(), *ckpt.tensors.items()):
@@ -362,19 +390,19 @@ def find_pointers_in_values(ckpt: Checkpoint, step: RunStep, steps: Sequence[Run
                 continue
             if last in others:
                 yield _make_pointer(f"{step.name}: {name}", text, others[last].name, steps)
-            elif last != own and _shape(last) == _shape(own):
+            elif last != own and _mask_numbers(last) == _mask_numbers(own):
                 yield Pointer(f"{step.name}: {name}", text, None, f"names {text}, which is not here")
 
 
-def _mark(s: RunStep, pointers: Iterable[Pointer]) -> RunStep:
-    """Return a step with the pointers that name it, and whether it is being written."""
+def _mark_step(s: RunStep, pointers: Iterable[Pointer]) -> RunStep:
+    """Return a step with `named_by` and `being_written` set."""
     named = tuple(dict.fromkeys(p.name for p in pointers if p.step == s.name))
     young = s.modified is not None and time.time() - s.modified < _WRITING
-    return replace(s, named_by=named, being_written=young and (not s.complete or _is_ahead(s, pointers)))
+    return replace(s, named_by=named, being_written=young and (not s.complete or _is_ahead_of_pointer(s, pointers)))
 
 
-def _is_ahead(s: RunStep, pointers: Iterable[Pointer]) -> bool:
-    """Tell whether the trainer keeps a file that names its newest step, and has not named this one, a later one."""
+def _is_ahead_of_pointer(s: RunStep, pointers: Iterable[Pointer]) -> bool:
+    """Tell whether a step is later than the one that its trainer's pointer file (such as `latest`) names."""
     folder = s.name.rpartition("/")[0]
     for p in pointers:
         at, _, name = p.name.rpartition("/")
@@ -388,34 +416,41 @@ def _is_ahead(s: RunStep, pointers: Iterable[Pointer]) -> bool:
 
 
 def _read_digests(source: Source, steps: list[RunStep]) -> list[RunStep]:
-    """Return the steps with the root digests that their ckpttool.json records, the newest first, as far as reading the
-    records takes seconds. A record about files of other sizes says nothing of these."""
+    """Return the steps with the root digests in their ckpttool.json.
+
+    The newest are read first, up to 64 MiB in all. A record about files of other sizes is ignored.
+    """
     left = _MOST_RECORDS
     out = list(steps)
     for i, s in reversed(list(enumerate(steps))):
         if not _is_folder(source, s.name) or RECORD not in source.list(s.name):
             continue
-        size = source.glance(_join(s.name, RECORD))[1]
+        size = source.glance(_join_path(s.name, RECORD))[1]
         if size is None or size > left:
             continue
         left -= size
         try:
-            found = parse(source.read_all(_join(s.name, RECORD), size), RECORD)
+            found = parse(source.read_all(_join_path(s.name, RECORD), size), RECORD)
             sizes = {str(n): f["bytes"] for n, f in found["files"].items()}
-            if all(source.glance(_join(s.name, n))[1] == size for n, size in sizes.items()):
+            if all(source.glance(_join_path(s.name, n))[1] == size for n, size in sizes.items()):
                 out[i] = replace(s, digest={str(k): str(d) for k, d in found["digest"].items()})
         except (CkpttoolError, KeyError, TypeError, AttributeError, ValueError):
             continue
     return out
 
 
-def _look_at_kinds(source: Source, steps: list[RunStep]) -> tuple[list[RunStep], list[Pointer]]:
-    """Open the newest of the complete steps whose files have equal names and about equal sizes; return the steps with
-    what was found, and the steps that values of the newest name."""
+def _open_one_of_each_kind(source: Source, steps: list[RunStep]) -> tuple[list[RunStep], list[Pointer]]:
+    """Open the newest complete step of each kind (`_make_kind_key`), and apply what is found to all steps of that kind.
+
+    If it is damaged, earlier steps of its kind are tried; at most eight steps are opened in all, three on a store.
+
+    Returns:
+        (the steps, pointers in values of the newest step).
+    """
     kinds: dict[object, list[int]] = {}
     for i, s in enumerate(steps):
         if s.complete:
-            kinds.setdefault(_kind_of(source, s), []).append(i)
+            kinds.setdefault(_make_kind_key(source, s), []).append(i)
     out, pointers, looks = list(steps), list[Pointer](), 3 if source.is_remote else _MOST_LOOKS
     for same in sorted(kinds.values(), key=lambda same: same[-1], reverse=True):
         for i in reversed(same):
@@ -423,7 +458,7 @@ def _look_at_kinds(source: Source, steps: list[RunStep]) -> tuple[list[RunStep],
                 break
             looks -= 1
             s = steps[i]
-            ckpt, error = look_into(source, s)
+            ckpt, error = try_open_step(source, s)
             if ckpt is None:
                 out[i] = s.with_error(error)
                 if out[i].problem:
@@ -436,25 +471,27 @@ def _look_at_kinds(source: Source, steps: list[RunStep]) -> tuple[list[RunStep],
             if s.newest:
                 pointers += find_pointers_in_values(ckpt, s, steps)
             break
-    return _pass_on_newest(out), pointers
+    return _move_newest_mark(out), pointers
 
 
-def _pass_on_newest(steps: list[RunStep]) -> list[RunStep]:
-    """Return the steps with the newest complete one of each run marked, where that cannot be opened: the one before
-    it."""
+def _move_newest_mark(steps: list[RunStep]) -> list[RunStep]:
+    """Return the steps with the mark `newest` moved to an earlier complete step, if the marked one cannot be opened."""
     out = list(steps)
     for i, s in enumerate(steps):
         if s.newest and s.problem:
             out[i] = replace(s, newest=False)
-            before = (j for j in range(i - 1, -1, -1) if detection.run_of(steps[j]) == detection.run_of(s))
+            before = (j for j in range(i - 1, -1, -1) if detection.find_run_key(steps[j]) == detection.find_run_key(s))
             if (j := next((j for j in before if steps[j].complete and not steps[j].problem), None)) is not None:
                 out[j] = replace(out[j], newest=True)
     return out
 
 
-def look_into(source: Source, s: FoundCheckpoint) -> tuple[Checkpoint | None, Exception | None]:
-    """Open a step, and prove by its index and headers that its files are whole; return (its index, None), or (None, why
-    it cannot be opened)."""
+def try_open_step(source: Source, s: FoundCheckpoint) -> tuple[Checkpoint | None, Exception | None]:
+    """Open a step, which checks its index and headers.
+
+    Returns:
+        (its index, None), or (None, the error that opening it raised).
+    """
     folder, _, name = s.name.rpartition("/")
     is_folder = _is_folder(source, s.name)
     where = Place(source.below(s.name), None) if is_folder else Place(source.below(folder), name)
@@ -465,10 +502,9 @@ def look_into(source: Source, s: FoundCheckpoint) -> tuple[Checkpoint | None, Ex
         return None, e
 
 
-def _kind_of(source: Source, s: RunStep) -> object:
-    """Return what steps have in common of which one is looked into for all: layout, names of the files without the
-    step, and sizes within 6 %."""
-    names = frozenset(map(detection.strip_steps, _list_names(source, s.name)))
+def _make_kind_key(source: Source, s: RunStep) -> object:
+    """Return a key that is equal for steps alike: layout, names of files without the step, and size within 6 %."""
+    names = frozenset(map(detection.strip_steps, _list_step_entries(source, s.name)))
     return s.layout, s.weights_only, names, int(s.bytes).bit_length(), (s.bytes << 4) >> int(s.bytes).bit_length()
 
 

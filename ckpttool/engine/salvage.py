@@ -25,12 +25,12 @@ from ..formats import other_files, safetensors_header, truncated_files, zip_byte
 from ..huggingface import model_files
 from ..index.checkpoint import Checkpoint, Chunks, Salvage, TensorEntry
 from ..index.records import Records
-from ..index.vocabulary import embedding_and_head
+from ..index.vocabulary import find_embedding_and_head
 from ..layouts import Place
 from ..storage.overlay import ENDLESS, Patch, PatchedSource
 from ..storage.source import Source
 
-__all__ = ["Problem", "ProblemKind", "find_problems", "leave_out_lost", "patch_place"]
+__all__ = ["Problem", "ProblemKind", "drop_lost_tensors", "find_problems", "patch_place"]
 
 ProblemKind = Literal["empty", "lfs-pointer", "web-page", "text", "zeros", "cut", "missing", "no-metadata", "damaged"]
 
@@ -62,8 +62,9 @@ class Problem:
 
 
 def find_problems(where: Place) -> list[Problem]:
-    """Find the damaged files of tensors at a place; reads their first and last bytes, and the headers and pickles of
-    those that were cut off.
+    """Find the damaged and missing files of a checkpoint.
+
+    The first and last bytes of files with tensors are read, and headers and pickles of those that were cut off.
 
     Raises:
         NotPermitted: a file may not be read.
@@ -88,8 +89,10 @@ def find_problems(where: Place) -> list[Problem]:
 
 
 def _find_missing_shards(source: Source) -> list[Problem]:
-    """Find shards that the index or the numbers of the others name, and that are not there; an index that cannot be
-    read is a problem of its own."""
+    """Find safetensors shards that the index, or the numbers in the names of others, require and that are missing.
+
+    An index that cannot be read is the only problem then.
+    """
     names = source.list()
     try:
         wanted = {*_read_weight_map(source).values()} if _INDEX in names else set()
@@ -105,8 +108,11 @@ def _find_missing_shards(source: Source) -> list[Problem]:
 
 
 def _find_lost_save(source: Source) -> list[Problem]:
-    """Find out whether `latest` of a DeepSpeed folder names a save that is not there, or that has no file of the model;
-    returns that problem, or []."""
+    """Check whether `latest` of a DeepSpeed folder names a save that is missing or has no file of the model.
+
+    Returns:
+        A list with that problem, or [].
+    """
     names = source.list()
     if "latest" not in names or source.size("latest") > 4096:
         return []
@@ -122,12 +128,14 @@ def _find_lost_save(source: Source) -> list[Problem]:
 
 
 def _find_missing_metadata(source: Source) -> list[Problem]:
-    """Find out whether the `.metadata` of a DCP folder, the last file of a save, was never written; returns that
-    problem, or [].
+    """Check whether the `.metadata` of a DCP folder, the last file of a save, is missing.
 
-    The items of such a folder have no names of their own. The `.metadata` of another step of the run names them, if it
-    has the same files of the same sizes, and is used as a patch; `locate` then proves that every item has that dtype
-    and shape.
+    The items of such a folder have no names of their own. The `.metadata` of another step of the run is used as a patch
+    if that step has the same files of the same sizes; `locate` then checks that every item has the dtype and shape it
+    says.
+
+    Returns:
+        A list with that problem, or [].
     """
     names = source.list()
     files = {n: source.glance(n)[1] for n in names if _RANK_FILE.fullmatch(n)}
@@ -138,7 +146,9 @@ def _find_missing_metadata(source: Source) -> list[Problem]:
         data = source.read(".metadata.tmp", 0, size)
         if data[-1:] == b".":  # the end of a pickle: it was written, and not renamed
             return [
-                Problem(".metadata", "no-metadata", "is missing, but .metadata.tmp is whole", None, _patch_whole(data))
+                Problem(
+                    ".metadata", "no-metadata", "is missing, but .metadata.tmp is whole", None, _make_whole_patch(data)
+                )
             ]
     why = ""
     for folder in _list_other_steps(source) if source.local else ():
@@ -148,7 +158,7 @@ def _find_missing_metadata(source: Source) -> list[Problem]:
             if theirs == files and size <= _MOST_METADATA:
                 how = f"names and places are those of {os.path.relpath(folder, os.path.dirname(source.root))}/.metadata"
                 data = other.read(".metadata", 0, size)
-                return [Problem(".metadata", "no-metadata", f"{text}; {how}", None, _patch_whole(data), how)]
+                return [Problem(".metadata", "no-metadata", f"{text}; {how}", None, _make_whole_patch(data), how)]
         why = why or f". {folder} has other files, or files of other sizes, so its .metadata does not name them either"
     return [
         Problem(
@@ -157,14 +167,17 @@ def _find_missing_metadata(source: Source) -> list[Problem]:
     ]
 
 
-def _patch_whole(data: bytes) -> Patch:
-    """Return the patch that puts `data` in the place of a whole file."""
+def _make_whole_patch(data: bytes) -> Patch:
+    """Return the patch that replaces a whole file by `data`."""
     return Patch(0, len(data), ((0, data),))
 
 
 def _list_other_steps(source: Source) -> list[str]:
-    """List the paths of folders that are named like this one except for the number, and have a .metadata; the nearest
-    step first, at most 20. A folder of a step may have the checkpoint in a folder inside."""
+    """List the folders with a .metadata whose names differ from this one's only in the number; at most 20, nearest
+    first.
+
+    The checkpoint may also be in a folder of the same name inside of each step.
+    """
     out: list[tuple[int, str]] = []
     root = source.root
     for step, inside in ((root, ""), (os.path.dirname(root), os.path.basename(root))):
@@ -231,7 +244,7 @@ def _examine_file(source: Source, name: str) -> Problem | None:
     if not (torch or safetensors or distcp):
         return None
     if size == 0:
-        if distcp and not _is_indexed(source, name):
+        if distcp and not _is_in_metadata(source, name):
             return None  # of a rank that had nothing to save
         return Problem(name, "empty", "is empty: the save or the copy was interrupted before its first byte")
     if other_files.is_web_page(head) and size < 64 << 20:
@@ -268,9 +281,8 @@ def _examine_file(source: Source, name: str) -> Problem | None:
     return Problem(name, "cut", where + about, patch=found)
 
 
-def _is_indexed(source: Source, name: str) -> bool:
-    """Tell whether the `.metadata` beside a DCP file names that file; True, too, where there is none or it is too large
-    to look."""
+def _is_in_metadata(source: Source, name: str) -> bool:
+    """Tell whether the `.metadata` beside a DCP file names it; also True if there is none, or it is too large."""
     index = os.path.join(os.path.dirname(name), ".metadata")
     if not source.exists(index) or source.size(index) > _MOST_METADATA:
         return True
@@ -278,10 +290,13 @@ def _is_indexed(source: Source, name: str) -> bool:
 
 
 def patch_place(where: Place) -> tuple[Place, list[Problem]]:
-    """Return (the place with its damaged files as they should be, the problems). Nothing on the disk is changed.
+    """Return the place with its damaged files patched, so that a layout can read it; nothing on the disk changes.
+
+    Returns:
+        (the patched place, the problems that were found).
 
     Raises:
-        NotPermitted, Unsupported: the files cannot be looked at.
+        NotPermitted, Unsupported: as `find_problems`.
     """
     source, file = where
     found = find_problems(where)
@@ -291,7 +306,7 @@ def patch_place(where: Place) -> tuple[Place, list[Problem]]:
             size = source.glance(name)[1] or 0
             if _RANK_FILE.fullmatch(name) and size > 4 and source.read(name, 0, 4) == b"\x28\xb5\x2f\xfd":
                 patches.setdefault(name, Patch(size, ENDLESS))
-        patches |= _make_index_without(
+        patches |= _make_index_patch(
             source, [p for p in found if p.patch is None and p.file.endswith(".safetensors")], patches
         )
 
@@ -302,13 +317,15 @@ def patch_place(where: Place) -> tuple[Place, list[Problem]]:
     return Place(PatchedSource(source, patches, rank_file), file), found
 
 
-def _make_index_without(source: Source, bad: list[Problem], patches: dict[str, Patch]) -> dict[str, Patch]:
-    """Make an index of an hf folder that leaves out the shards of which nothing can be read, as {name of the index: its
-    patch}; {} where none is needed.
+def _make_index_patch(source: Source, bad: list[Problem], patches: dict[str, Patch]) -> dict[str, Patch]:
+    """Make the index of an hf folder without the shards that are lost.
 
     Args:
-        bad: shards that have no patch.
-        patches: {file: how it should be} of those that have one.
+        bad: problems of shards that have no patch.
+        patches: {file: its patch} of the others.
+
+    Returns:
+        {name of the index: its patch}; {} if none is needed, or nothing would be left.
     """
     names = source.list()
     shards = [n for n in names if n.endswith(".safetensors")]
@@ -325,7 +342,7 @@ def _make_index_without(source: Source, bad: list[Problem], patches: dict[str, P
         with_patches = PatchedSource(source, patches)
         for shard in shards:
             if shard not in unusable:
-                kept |= dict.fromkeys(safetensors_header.slots(with_patches, shard), shard)
+                kept |= dict.fromkeys(safetensors_header.read_slots(with_patches, shard), shard)
     if not kept:
         return {}
     data = json.dumps({"weight_map": kept}).encode()
@@ -343,14 +360,15 @@ def _read_weight_map(source: Source) -> dict[str, str]:
     return {n: f for n, f in found.items() if isinstance(f, str)} if isinstance(found, dict) else {}
 
 
-def leave_out_lost(ckpt: Checkpoint, source: PatchedSource, found: Iterable[Problem] = ()) -> Checkpoint:
-    """Return the index without the tensors of which a byte is lost; its `salvage` lists them.
+def drop_lost_tensors(ckpt: Checkpoint, source: PatchedSource, found: Iterable[Problem] = ()) -> Checkpoint:
+    """Return the index without the tensors of which bytes are lost; its `salvage` lists them.
 
     Args:
-        found: problems of files, for `salvage.problems`.
+        source: the patched files.
+        found: problems of files, to be added to `salvage.problems`.
 
     Raises:
-        Corrupt: nothing is left.
+        Corrupt: no tensor is left.
     """
     salvage = ckpt.salvage or Salvage()
     salvage.problems += [f"{p.file} {p.text}" for p in found]
@@ -375,12 +393,12 @@ def leave_out_lost(ckpt: Checkpoint, source: PatchedSource, found: Iterable[Prob
         parts = f"{len(lost)} of its {len(c)} parts are" if len(c) > 1 else "it is"
         salvage.rebuilt.pop(name, None)
         salvage.missing[name] = f"{parts} in the lost bytes of {where}"
-    for name, file in _list_lost_with_files(source).items():
+    for name, file in _map_lost_tensors_to_files(source).items():
         salvage.missing.setdefault(f"model.{name}", f"it was in {file}")
     for i, file in enumerate(ckpt.files):
         if (patch := patches[i]) is not None and patch.present == 0 and not patch.made:
             salvage.problems += [f"{file} is missing"] if f"{file} is missing" not in salvage.problems else []
-    _restore_tied(tensors, salvage, ckpt, source)
+    _restore_tied_weight(tensors, salvage, ckpt, source)
     if not tensors:
         raise Corrupt(
             f"{ckpt.root}: no tensor of it is whole, so nothing can be salvaged. Take another copy.", code="CKPT0427"
@@ -406,19 +424,23 @@ def leave_out_lost(ckpt: Checkpoint, source: PatchedSource, found: Iterable[Prob
     return replace(ckpt, tensors=tensors, records=records, sizes=sizes, salvage=salvage)
 
 
-def _restore_tied(tensors: dict[str, TensorEntry], salvage: Salvage, ckpt: Checkpoint, source: PatchedSource) -> None:
-    """Put a lost embedding or output layer back into `tensors`, where config.json ties it to the other one and that is
-    whole; `salvage` then lists it as rebuilt."""
+def _restore_tied_weight(
+    tensors: dict[str, TensorEntry], salvage: Salvage, ckpt: Checkpoint, source: PatchedSource
+) -> None:
+    """Restore a lost embedding or output layer in `tensors` from the other one, if config.json ties the two.
+
+    It is listed in `salvage.rebuilt` then.
+    """
     config = ckpt.config
     if config is None and source.inner.exists("config.json"):
         try:
-            config = model_files.read_config(source.inner)
+            config = model_files.read_config_json(source.inner)
         except CkpttoolError:
             return
     if config is None or config.get("tie_word_embeddings") is not True:
         return
     names = [n.removeprefix("model.") for n in (*tensors, *salvage.missing) if n.startswith("model.")]
-    pair = embedding_and_head(dict.fromkeys(names))
+    pair = find_embedding_and_head(dict.fromkeys(names))
     for kept, lost in (pair, pair[::-1]):
         there = tensors.get(f"model.{kept}")
         if there is not None and there.coding == "raw" and f"model.{lost}" in salvage.missing:
@@ -427,8 +449,8 @@ def _restore_tied(tensors: dict[str, TensorEntry], salvage: Salvage, ckpt: Check
             salvage.rebuilt[f"model.{lost}"] = f"tied to {kept} by config.json"
 
 
-def _list_lost_with_files(source: PatchedSource) -> dict[str, str]:
-    """Return {tensor: file} of the tensors that the index of an hf folder has in files of which nothing is left."""
+def _map_lost_tensors_to_files(source: PatchedSource) -> dict[str, str]:
+    """Return {tensor: file} for tensors of an hf folder whose files are lost completely."""
     if _INDEX not in source.patches or not source.inner.exists(_INDEX):
         return {}
     kept = _read_weight_map(source)

@@ -16,14 +16,14 @@ from ..errors import Unsupported, UsageError, argument
 from ..index.checkpoint import Checkpoint, TensorEntry, Value
 from ..index.draft import Dropped
 from ..index.fqns import rename_parameters
-from ..index.selection import NOT_RESUMED, EntrySelection, explain_no_match, unmatched_patterns
+from ..index.selection import NOT_RESUMED, EntrySelection, explain_no_match, find_unmatched_patterns
 from ..options import OpenOptions
 from ..printable import count_noun
 
 if TYPE_CHECKING:
     from .opening import OpenCheckpoint
 
-__all__ = ["select_part", "selection_of"]
+__all__ = ["make_selection", "select_part"]
 
 Opened = TypeVar("Opened", bound="OpenCheckpoint")
 
@@ -32,8 +32,8 @@ Opened = TypeVar("Opened", bound="OpenCheckpoint")
 _LONGEST = 1_000
 
 
-def selection_of(options: OpenOptions) -> EntrySelection:
-    """Return the part of a checkpoint that these options ask for."""
+def make_selection(options: OpenOptions) -> EntrySelection:
+    """Return the part of a checkpoint that `only` and `drop_matching` of the options select."""
     return EntrySelection(
         None if options.only is None else tuple(options.only),
         () if options.drop_matching is None else tuple(options.drop_matching),
@@ -41,8 +41,13 @@ def selection_of(options: OpenOptions) -> EntrySelection:
 
 
 def select_part(opened: Opened, rules: Mapping[str, str]) -> Opened:
-    """Return a checkpoint with nothing but its `selection`, renamed by `rules`, {regular expression: replacement}. It
-    is located, unless whole components were asked for, under their own names.
+    """Return a checkpoint reduced to its `selection` and renamed.
+
+    It is located first, unless the selection is of complete components and nothing is renamed. Parameters that are left
+    out are also removed from the param groups.
+
+    Args:
+        rules: {regular expression: replacement} for names of parameters.
 
     Raises:
         UsageError: a pattern selects nothing, a rule is wrong or matches no name, or nothing is left.
@@ -52,10 +57,10 @@ def select_part(opened: Opened, rules: Mapping[str, str]) -> Opened:
     selection = opened.selection
     if not selection.by_component:
         before = opened.locate()
-        _refuse_unmatched(selection, [*before.tensors, *before.values])
+        _refuse_unmatched_patterns(selection, [*before.tensors, *before.values])
         after = before.part(selection.holds)
-        opened = replace(opened, checkpoint=after, unwanted=_list_unwanted(before, selection))
-        after.notes = [*after.notes, _count_left_out(before, after, selection)]
+        opened = replace(opened, checkpoint=after, unwanted=_list_dropped_by_pattern(before, selection))
+        after.notes = [*after.notes, _describe_left_out(before, after, selection)]
         cut, gone = _cut_param_groups(before, after)
         if gone:
             how = "without the parameters that were left out"
@@ -63,20 +68,20 @@ def select_part(opened: Opened, rules: Mapping[str, str]) -> Opened:
             opened = replace(opened, checkpoint=cut, changes=[(how, after, cut)])
     if rules:
         before = opened.locate()
-        after, renamed = _rename(before, rules)
+        after, renamed = _rename_by_rules(before, rules)
         how = f"renamed by {argument('rename')}"
         opened = replace(opened, checkpoint=after, changes=[*opened.changes, (how, before, after)], renamed=renamed)
     return opened
 
 
-def _refuse_unmatched(selection: EntrySelection, names: list[str]) -> None:
-    """Refuse patterns that select nothing, and a selection of nothing.
+def _refuse_unmatched_patterns(selection: EntrySelection, names: list[str]) -> None:
+    """Raise if a pattern of the selection matches none of `names`, or nothing is selected.
 
     Raises:
         UsageError: with the first such pattern, and names like it.
     """
     for option, patterns in (("only", selection.only or ()), ("drop_matching", selection.left_out)):
-        for pattern in unmatched_patterns(patterns, names):
+        for pattern in find_unmatched_patterns(patterns, names):
             raise UsageError(f"{argument(option, [pattern])}: {explain_no_match(pattern, names)}", code="CKPT0207")
     if not any(map(selection.holds, names)):
         raise UsageError(
@@ -84,16 +89,16 @@ def _refuse_unmatched(selection: EntrySelection, names: list[str]) -> None:
         )
 
 
-def _list_unwanted(before: Checkpoint, selection: EntrySelection) -> list[Dropped]:
-    """List the entries that `selection.left_out` leaves out of those that `only` selects."""
+def _list_dropped_by_pattern(before: Checkpoint, selection: EntrySelection) -> list[Dropped]:
+    """List the entries that `only` selects and `drop_matching` leaves out, as dropped."""
     asked = replace(selection, left_out=())
     why = f"left out by {argument('drop_matching')}"
     sizes = {n: t.nbytes for n, t in before.tensors.items()} | dict.fromkeys(before.values, 0)
     return [Dropped(n, size, why) for n, size in sizes.items() if asked.holds(n) and not selection.holds(n)]
 
 
-def _count_left_out(before: Checkpoint, after: Checkpoint, selection: EntrySelection) -> str:
-    """Return a note that counts the entries that were left out of the components that were looked at."""
+def _describe_left_out(before: Checkpoint, after: Checkpoint, selection: EntrySelection) -> str:
+    """Return a note on how many tensors and values of the selected components were left out."""
     looked_at = ", ".join(sorted(selection.components or ()))
     tensors, values = len(before.tensors) - len(after.tensors), len(before.values) - len(after.values)
     parts = [
@@ -109,13 +114,18 @@ def _count_left_out(before: Checkpoint, after: Checkpoint, selection: EntrySelec
 
 
 def _cut_param_groups(before: Checkpoint, after: Checkpoint) -> tuple[Checkpoint, set[str]]:
-    """Take parameters whose state or weight was left out from the lists of the param groups, since loaders expect state
-    of those that are listed: (the state, the parameters). Where nothing of the kind is left, the lists stay.
+    """Remove parameters whose state or weight was left out from the param groups, since loaders expect state for all of
+    them.
+
+    If no optimizer state, or no weights, were selected at all, their parameters stay.
 
     Args:
-        before, after: a state, and what was selected of it.
+        before, after: the index before and after the selection.
+
+    Returns:
+        (the index with shorter lists, the names that were removed).
     """
-    had, have = _parameters_with_state(before), _parameters_with_state(after)
+    had, have = _list_parameters_with_state(before), _list_parameters_with_state(after)
     weights, kept = ({t.parameter for t in x.tensors.values() if t.component == "model"} for x in (before, after))
     gone = (had - have if have else set()) | (weights - kept - have if kept else set())
     values, cut = dict(after.values), set[str]()
@@ -127,18 +137,21 @@ def _cut_param_groups(before: Checkpoint, after: Checkpoint) -> tuple[Checkpoint
     return replace(after, values=values, notes=[*after.notes]), cut
 
 
-def _parameters_with_state(ckpt: Checkpoint) -> set[str]:
-    """Return the names of the parameters that have state in the optimizer."""
+def _list_parameters_with_state(ckpt: Checkpoint) -> set[str]:
+    """Return the names of the parameters that have optimizer state."""
     leaves: Iterable[TensorEntry | Value] = [*ckpt.tensors.values(), *ckpt.values.values()]
     return {t.parameter for t in leaves if t.slot is not None}
 
 
-def _rename(ckpt: Checkpoint, rules: Mapping[str, str]) -> tuple[Checkpoint, dict[str, str]]:
-    """Rename the parameters of a state; returns it with {name of an entry: its new name}, for those that changed.
+def _rename_by_rules(ckpt: Checkpoint, rules: Mapping[str, str]) -> tuple[Checkpoint, dict[str, str]]:
+    """Rename the parameters of a checkpoint by rules of `rename`.
+
+    Returns:
+        (the new index, {old name of an entry: its new name} for those that changed).
 
     Raises:
-        UsageError: a rule is wrong, matches no name, or leaves nothing of one.
-        Unsupported: two entries would have one name, or it is what was salvaged of a damaged one.
+        UsageError: a rule is wrong, matches no name, or would make a part of a name empty.
+        Unsupported: two entries would have one name, a name is too long, or the checkpoint is being salvaged.
     """
     if ckpt.salvage is not None and (ckpt.salvage.missing or ckpt.salvage.rebuilt):
         raise Unsupported(
@@ -189,10 +202,14 @@ def _rename(ckpt: Checkpoint, rules: Mapping[str, str]) -> tuple[Checkpoint, dic
 
 
 def _compile_rule(pattern: str, new: str) -> Callable[[str], tuple[str, int]]:
-    """Return a function that replaces what a regular expression matches in a text: (the text, how often).
+    """Return a function that replaces all matches of a regular expression in a text; returns (new text, number of
+    matches).
+
+    Args:
+        new: the replacement.
 
     Raises:
-        UsageError: the expression is none, or the replacement refers to a group that it does not have.
+        UsageError: the expression is not valid, or the replacement refers to a group that it does not have.
     """
     try:
         compiled = re.compile(pattern)

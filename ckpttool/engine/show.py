@@ -10,7 +10,7 @@ from math import prod
 from typing import Any
 
 from ..errors import UsageError
-from ..formats.shown_values import readable
+from ..formats.shown_values import to_readable
 from ..huggingface import encodings
 from .handle import TensorHandle, make_handle, parse_index
 from .opening import OpenCheckpoint
@@ -49,7 +49,7 @@ class Selection:
         }  # fmt: skip
 
     def lines(self) -> Iterator[str]:
-        """Yield name, dtype and shape, and then the numbers."""
+        """Yield lines of text: name, dtype and shape, then the numbers; a value takes one line."""
         import numpy as np
 
         if self.dtype is None:
@@ -64,11 +64,15 @@ class Selection:
 
 
 def select_entries(opened: OpenCheckpoint, asked: Sequence[str]) -> Iterator[Selection]:
-    """Yield what some texts select: names or globs of tensors and values, with an index of numpy behind the name of a
-    tensor ("model.w[2:5, :8]").
+    """Read the tensors and values that texts select, and yield them in order.
+
+    Only the ends of each dimension are read of a tensor of more than 1,000 numbers, if no index is given.
+
+    Args:
+        asked: names or globs of tensors and values; a tensor's name may have a numpy index ("model.w[2:5, :8]").
 
     Raises:
-        UsageError: nothing has such a name, or the index is not one of this tensor.
+        UsageError: nothing has such a name, or the index does not fit the tensor.
     """
     ckpt = opened.checkpoint
     config = encodings.read_quantization_config(ckpt, opened.source if opened.folder else None)
@@ -84,24 +88,24 @@ def select_entries(opened: OpenCheckpoint, asked: Sequence[str]) -> Iterator[Sel
             make_handle(opened, name)  # which raises an error that suggests others
         for n in names:
             if n in ckpt.values:
-                yield Selection(n, "", readable(ckpt.values[n].data))
+                yield Selection(n, "", to_readable(ckpt.values[n].data))
                 continue
             handle, said = make_handle(opened, n), codes.describe(n)
             about = f"{said}: these are not the numbers of the weight" if said else ""
             large = not index and prod(handle.shape) > _WHOLE
-            data = _read_edges(handle, ()) if large else _read_index(handle, index)
+            data = _read_edges(handle, ()) if large else _read_indexed(handle, index)
             yield Selection(n, index, data, handle.dtype, handle.shape, large, about)
 
 
-def _read_index(handle: TensorHandle, index: str) -> Any:
-    """Read what an index such as "[2:5, -1]" selects; all of the tensor where it is empty.
+def _read_indexed(handle: TensorHandle, index: str) -> Any:
+    """Read the numbers of a tensor that an index such as "[2:5, -1]" selects; all of them for "".
 
     Raises:
-        UsageError: it is no index of integers, slices and "...", or not one of this tensor, or selects too much to be
-            printed.
+        UsageError: the index has something else than integers, slices and "...", does not fit the tensor, or selects
+            too much to print.
     """
     try:
-        parsed = tuple(_parse_part(part.strip()) for part in index[1:-1].split(",") if part.strip()) or (...,)
+        parsed = tuple(_parse_index_part(part.strip()) for part in index[1:-1].split(",") if part.strip()) or (...,)
         if prod(parse_index(parsed, handle.shape, handle.name)[1]) > _MOST:
             raise UsageError(
                 f'"{handle.name}{index}" selects more than {_MOST:,} numbers. Select fewer.', code="CKPT0203"
@@ -111,11 +115,14 @@ def _read_index(handle: TensorHandle, index: str) -> Any:
         raise UsageError(f'"{handle.name}{index}": {e} Its shape is {list(handle.shape)}.', code="CKPT0203") from None
 
 
-def _parse_part(text: str) -> Any:
-    """Parse what an index has for one dimension: "3", "2:5", "::2" or "...".
+def _parse_index_part(text: str) -> Any:
+    """Parse an index in one dimension: "3", "2:5", "::2" or "...".
+
+    Returns:
+        An int, a slice or `...`.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the text is none of these.
     """
     if text == "...":
         return ...
@@ -126,8 +133,12 @@ def _parse_part(text: str) -> Any:
 
 
 def _read_edges(handle: TensorHandle, before: tuple[slice, ...]) -> Any:
-    """Read the ends of every dimension of a tensor, with one element between them where more are left out; `before` are
-    the slices of the dimensions that were gone through."""
+    """Read the first and last three elements in every dimension of a tensor, with one between them if more are left
+    out.
+
+    Args:
+        before: slices of the leading dimensions, for the recursion; () at first.
+    """
     import numpy as np
 
     if len(before) == len(handle.shape):

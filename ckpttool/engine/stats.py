@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from ..errors import UsageError, argument
 from ..huggingface import encodings
-from ..index.fqns import fold_name
+from ..index.fqns import mask_name_numbers
 from ..options import OpenKeywords, list_keywords
-from ..printable import Shown, count_noun, printable, replace_infinities
+from ..printable import Shown, count_noun, printable, replace_non_finite_numbers
 from .copy.fill import Progress, silent
 from .copy.tensor_digests import reporting
 from .copy.tensor_statistics import StatisticsCounter, TensorStatistics, merge_statistics
 from .copy.value_digests import state_roots
-from .diff import measure_moves
-from .opening import CheckpointPath, OpenOptions, drop_other_layout, open_checkpoint
+from .diff import measure_relative_distances
+from .opening import CheckpointPath, OpenOptions, drop_unfit_source_layout, open_checkpoint
 from .workers.coordinator import digest_with_workers, workers_for_reading
 from .workers.executors import WorkersSpec
 
@@ -77,11 +77,11 @@ class Statistics(Shown):
     index: Checkpoint | None = field(default=None, compare=False)  # the checkpoint itself, without bytes of tensors
 
     def folded(self) -> Statistics:
-        """Return the same with one row for tensors whose names differ only in numbers: "layers.#.mlp.weight"."""
+        """Return a copy in which tensors whose names differ only in numbers are one row: "layers.#.mlp.weight"."""
         groups: dict[tuple[str, str | None], list[StatisticsRow]] = {}
         for row in self.rows:
-            groups.setdefault((fold_name(row.name), row.codes), []).append(row)
-        return replace(self, rows=[_fold(name, codes, rows) for (name, codes), rows in groups.items()])
+            groups.setdefault((mask_name_numbers(row.name), row.codes), []).append(row)
+        return replace(self, rows=[_fold_rows(name, codes, rows) for (name, codes), rows in groups.items()])
 
     def sorted_by(self, column: str) -> Statistics:
         """Return the same with rows sorted by one of `COLUMNS`: names ascending, numbers descending, and rows without
@@ -97,7 +97,7 @@ class Statistics(Shown):
         if column in ("name", "dtype"):
             rows = sorted(self.rows, key=lambda row: str(row.cell(column)))
         else:
-            rows = sorted(self.rows, key=lambda row: _descending(row.cell(column)))
+            rows = sorted(self.rows, key=lambda row: _make_descending_key(row.cell(column)))
         return replace(self, rows=rows)
 
     def to_json(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class Statistics(Shown):
             for r in self.rows
         ]
         return {
-            "rows": replace_infinities(rows),
+            "rows": replace_non_finite_numbers(rows),
             **{k: getattr(self, k) for k in ("digest", "not_read", "only_here", "only_there")},
         }
 
@@ -155,15 +155,15 @@ class Statistics(Shown):
         return table
 
 
-def _descending(x: Any) -> tuple[bool, Any]:
-    """Return a key by which numbers are sorted from the largest, and what is none comes last."""
+def _make_descending_key(x: Any) -> tuple[bool, Any]:
+    """Return a sort key that puts large numbers (of a shape: its elements) first, and None and NaN last."""
     if isinstance(x, tuple):
         x = math.prod(x)
     return (x is None or math.isnan(x), 0 if x is None or math.isnan(x) else -x)
 
 
 def _format_cell(row: StatisticsRow, column: str) -> str:
-    """Return a cell as people read it: six digits of a number, a share of zeros as such."""
+    """Return a cell as text: floats with four digits, zeros as a percentage, "-" if there is no value."""
     x = row.cell(column)
     if column == "name" and row.codes is not None:
         return f"{x} (codes: {row.codes})"
@@ -176,8 +176,14 @@ def _format_cell(row: StatisticsRow, column: str) -> str:
     return f"{x:.4g}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else str(x)
 
 
-def _fold(name: str, codes: str | None, rows: list[StatisticsRow]) -> StatisticsRow:
-    """Return one row for several; they moved by the root of the sum of squares relative to that of the others'."""
+def _fold_rows(name: str, codes: str | None, rows: list[StatisticsRow]) -> StatisticsRow:
+    """Combine several rows into one row with this name, as if their tensors were one.
+
+    `moved` is the L2 norm of all differences divided by that of all tensors.
+
+    Args:
+        codes: scheme of the rows' numbers if they are codes; None otherwise.
+    """
     dtypes, shapes = {r.dtype for r in rows}, {r.shape for r in rows}
     moved = None
     if all(r.moved is not None and r.numbers.norm is not None for r in rows):
@@ -212,14 +218,15 @@ def stats(
 
     Args:
         against: an earlier checkpoint of the same model, in any layout, to measure how far each tensor moved since. It
-            is read with the same arguments, but as it was saved, without `weights`.
+            is read with the same arguments, but without `weights`, as it was saved.
         exponents: also count the numbers of every tensor by their binary exponent.
-        workers: who reads, as in `convert`; not the second pass of `against`.
-        progress: called with ("stats", bytes done, bytes in all), and before with "prove" if tensors have no names
-            until they are read. (the others): as `open`.
+        workers: processes that read the data, as in `convert`; they do not compare with `against`.
+        progress: called with ("stats", bytes done, bytes in all); after that with "compare" for `against`, and before
+            with "prove" if tensors have no names until they are read.
+        (the others): as `open`.
 
     Raises:
-        CkpttoolError: one cannot be read.
+        CkpttoolError: one of the checkpoints cannot be read.
     """
     options = OpenOptions(only=only, weights=weights, **reading)
     with open_checkpoint(path, options) as opened, workers_for_reading(workers, path, opened.checkpoint.nbytes) as crew:
@@ -239,11 +246,11 @@ def stats(
         ]  # fmt: skip
         out = Statistics(rows, state_roots(ckpt, digests), [r.to_json() for r in ckpt.unread], index=ckpt)
         if against is not None:
-            hints = replace(drop_other_layout(against, options), weights=None)
+            hints = replace(drop_unfit_source_layout(against, options), weights=None)
             with open_checkpoint(against, hints, check_hints=False) as other:
                 with reporting(progress):
                     other.locate()
-                moved = measure_moves(opened, other, progress)
+                moved = measure_relative_distances(opened, other, progress)
                 other.source.assert_unchanged()
                 out.only_here = [n for n in ckpt.tensors if n not in other.checkpoint.tensors]
                 out.only_there = [n for n in other.checkpoint.tensors if n not in ckpt.tensors]

@@ -21,7 +21,7 @@ from ..errors import CkpttoolError, UsageError, argument
 from ..storage.source import Source
 from ..storage.sources import open_source
 
-__all__ = ["best_of", "read_metrics"]
+__all__ = ["find_best_steps", "read_metrics"]
 
 _MOST_BYTES = 32 << 20  # of a JSON file
 _MOST_LINE = 16 << 20  # bytes of a line of a log
@@ -30,16 +30,20 @@ _STEP_KEYS = ("step", "global_step", "iteration")
 
 
 def read_metrics(source: Source, where: str, steps: Mapping[str, int], by_epoch: bool = False) -> dict[str, float]:
-    """Return {path of a step: its number} for the steps that have one.
+    """Read a number for each step of a run, such as an evaluation loss.
 
     Args:
         source: opened at the run.
-        where: "FILE:KEY".
+        where: "FILE:KEY", as the module describes it.
         steps: {path of a step, a folder or file of the source: its step}.
-        by_epoch: steps are counted in epochs, and the file says "epoch".
+        by_epoch: whether the steps are epochs, which the file has under "epoch".
+
+    Returns:
+        {path of a step: its number}; steps without one are left out.
 
     Raises:
-        UsageError: no file or number is there, a number is no number, or several stand for one step.
+        UsageError: there is no such file or number, something else than a finite number is there, or a step has
+            several.
         CkpttoolError: a file cannot be read.
     """
     file, colon, key = where.rpartition(":")
@@ -52,12 +56,12 @@ def read_metrics(source: Source, where: str, steps: Mapping[str, int], by_epoch:
     found: dict[str, list[float]] = {}
     for path, name in held.items():
         data = parse(source.read_all(name, _MOST_BYTES), name)
-        found[path] = list(_numbers_at(data, key, steps[path], step_keys, name))
+        found[path] = list(_find_numbers(data, key, steps[path], step_keys, name))
     if not held:
         of_step: dict[int, list[str]] = {}
         for path, number in steps.items():
             of_step.setdefault(number, []).append(path)
-        for number, value in _read_log(source, file, key, of_step, step_keys):
+        for number, value in _read_run_log(source, file, key, of_step, step_keys):
             for path in of_step[number]:
                 found.setdefault(path, []).append(value)
     for path, values in found.items():
@@ -77,10 +81,10 @@ def read_metrics(source: Source, where: str, steps: Mapping[str, int], by_epoch:
     return out
 
 
-def _read_log(
+def _read_run_log(
     source: Source, file: str, key: str, steps: Iterable[int], step_keys: tuple[str, ...]
 ) -> Iterator[tuple[int, float]]:
-    """Yield (step, number) of a file of the run, for these steps.
+    """Yield (step, number) for these steps from one file for all steps of the run.
 
     Raises:
         UsageError: there is no such file, or a line of it is too long. Corrupt: it is neither JSON nor JSON objects,
@@ -89,7 +93,7 @@ def _read_log(
     if os.path.isabs(file):
         folder, file = os.path.split(file)
         with open_source(folder) as elsewhere:
-            yield from _read_log(elsewhere, file, key, steps, step_keys)
+            yield from _read_run_log(elsewhere, file, key, steps, step_keys)
         return
     if not source.exists(file):
         raise UsageError(
@@ -104,21 +108,23 @@ def _read_log(
                 return
             if n > 1:
                 raise
-            yield from _numbers_of_all(parse(source.read_all(file, _MOST_BYTES), file), key, wanted, step_keys, file)
+            yield from _find_listed_numbers(
+                parse(source.read_all(file, _MOST_BYTES), file), key, wanted, step_keys, file
+            )
             return  # JSON on several lines
         for entry in data if isinstance(data, list) else [data]:
-            if (number := _step_of(entry, step_keys)) in wanted:
-                yield from ((number, x) for x in _numbers_at(entry, key, number, step_keys, file))
+            if (number := _get_step(entry, step_keys)) in wanted:
+                yield from ((number, x) for x in _find_numbers(entry, key, number, step_keys, file))
         if n == 1:
-            yield from _numbers_of_all(data, key, wanted, step_keys, file)
+            yield from _find_listed_numbers(data, key, wanted, step_keys, file)
 
 
-def _numbers_of_all(
+def _find_listed_numbers(
     data: Any, key: str, wanted: Iterable[int], step_keys: tuple[str, ...], file: str
 ) -> Iterator[tuple[int, float]]:
-    """Yield (step, number) of JSON that holds a list of objects with steps."""
+    """Yield (step, number) for the wanted steps, from lists in JSON data whose objects name their step."""
     for number in sorted(wanted):
-        yield from ((number, x) for x in _numbers_at(data, key, number, step_keys, file, only_lists=True))
+        yield from ((number, x) for x in _find_numbers(data, key, number, step_keys, file, only_lists=True))
 
 
 def _read_lines(source: Source, file: str) -> Iterator[tuple[bytes, bool]]:
@@ -141,28 +147,28 @@ def _read_lines(source: Source, file: str) -> Iterator[tuple[bytes, bool]]:
         yield left, False
 
 
-def _step_of(entry: Any, step_keys: tuple[str, ...]) -> int | None:
-    """Return the step that a JSON object says it is of; None where it says none."""
+def _get_step(entry: Any, step_keys: tuple[str, ...]) -> int | None:
+    """Return the step in a JSON object, under the first of `step_keys` that has an integer; None if there is none."""
     if not isinstance(entry, dict):
         return None
     return next((int(entry[k]) for k in step_keys if isinstance(entry.get(k), int | float) and entry[k] % 1 == 0), None)
 
 
-def _numbers_at(
+def _find_numbers(
     data: Any, key: str, step: int, step_keys: tuple[str, ...], file: str, only_lists: bool = False
 ) -> Iterator[float]:
-    """Yield the numbers at a key of JSON data, of a list those of the objects of this step; a null is none.
+    """Yield the numbers at a dotted key in JSON data; in a list, those of the objects of this step. A null is skipped.
 
     Args:
-        only_lists: yield only what is in a list, since the data is not of one step.
+        only_lists: yield only numbers in lists, since the data outside of them is not of one step.
 
     Raises:
-        UsageError: something else than a number is there, or one that has no order.
+        UsageError: there is something else than a finite number at the key.
     """
     if isinstance(data, list):
         for entry in data:
-            if _step_of(entry, step_keys) == step:
-                yield from _numbers_at(entry, key, step, step_keys, file)
+            if _get_step(entry, step_keys) == step:
+                yield from _find_numbers(entry, key, step, step_keys, file)
         return
     if not isinstance(data, dict):
         return
@@ -171,7 +177,7 @@ def _numbers_at(
         if (head := ".".join(parts[:n])) not in data:
             continue
         if n < len(parts):
-            yield from _numbers_at(data[head], ".".join(parts[n:]), step, step_keys, file, only_lists)
+            yield from _find_numbers(data[head], ".".join(parts[n:]), step, step_keys, file, only_lists)
         elif not only_lists and (value := data[head]) is not None:
             if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
                 raise UsageError(
@@ -182,15 +188,17 @@ def _numbers_at(
             yield float(value)
 
 
-def best_of(values: Mapping[str, float], steps: Mapping[str, int], key: str, mode: str | None) -> dict[str, str]:
-    """Return {path of a step: why it is the best}; of equal ones, the earliest.
+def find_best_steps(
+    values: Mapping[str, float], steps: Mapping[str, int], key: str, mode: str | None
+) -> dict[str, str]:
+    """Return {path of the best step: why it is the best}; of equal numbers, the earliest step is taken.
 
     Args:
         values: {path: number}, as `read_metrics` returns them.
         steps: {path: its step}.
-        key: what the number is called, for the text, and for what it means without a mode: that with "loss" or
-            "perplexity" in its name is the better the smaller.
-        mode: "min" or "max"; None to go by the name, and to return both ends where it does not tell.
+        key: name of the number, for the text; if it contains "loss", "perplexity" or "ppl" and `mode` is None, small is
+            good.
+        mode: "min" or "max"; None to infer it from `key`, or to return both ends if that does not tell.
     """
     if mode is None and any(word in key.lower() for word in ("loss", "perplexity", "ppl")):
         mode = "min"

@@ -19,15 +19,15 @@ from ..options import OpenKeywords, Progress, WriteRequest, list_keywords, silen
 from ..printable import Shown, count_noun
 from ..storage import urls
 from ..storage.buffers import IOBudget
-from .conservation import find_other_values
-from .copy.averages import Averages, averages_of, describe_negative
+from .conservation import find_value_differences
+from .copy.averages import Averages, describe_negative_averages, find_nonnegative_state
 from .copy.stream import Block, Reader, StreamJob
-from .copy.tensor_digests import digests_in_values, reporting, tensor_digests
-from .copy.value_digests import recorded_values, state_roots
+from .copy.tensor_digests import digest_arrays_in_values, reporting, tensor_digests
+from .copy.value_digests import digest_values_without_arrays, state_roots
 from .discover.unread_files import human
-from .mixups import describe_left_out
+from .mixups import describe_dropped_replicas
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_checkpoint, show_path
-from .planning import choose_dtype
+from .planning import make_dtype_chooser
 from .recorded import RECORD, explain_other_digests
 from .transform import masters
 from .workers.coordinator import digest_with_workers, workers_for_reading
@@ -36,8 +36,8 @@ from .workers.executors import Workers, WorkersSpec
 __all__ = [
     "DigestResult",
     "VerifyResult",
-    "check_copied",
-    "compare_recorded",
+    "check_source_digests",
+    "compare_recorded_digests",
     "digest",
     "read_back",
     "summarise_salvage",
@@ -57,7 +57,7 @@ class DigestResult(Shown):
     not_read: list[dict[str, Any]]
 
     def lines(self) -> Iterator[str]:
-        """Yield the digest of every component."""
+        """Yield a line of text for each component: its root digest and its name."""
         for component, root in self.digest.items():
             yield f"blake3:{root}  {component}"
 
@@ -76,9 +76,10 @@ def digest(
     tensors.
 
     Args:
-        workers: who reads, as in `convert`.
+        workers: processes that read the data, as in `convert`.
         progress: called with ("digest", bytes done, bytes in all), and before with "prove" if tensors have no names
-            until they are read. (the others): as `open`.
+            until they are read.
+        (the others): as `open`.
     """
     options = OpenOptions(only=only, weights=weights, **reading)
     with (
@@ -118,11 +119,11 @@ class VerifyResult(Shown):
     salvage: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to plain data, without what was not asked for."""
+        """Convert to plain data, without the fields of checks that were not requested."""
         return {k: v for k, v in asdict(self).items() if v is not None and (k != "notes" or v)}
 
     def lines(self) -> Iterator[str]:
-        """Yield what was checked and found."""
+        """Yield lines of text: what was checked, with what result, and the digests."""
         yield f"{self.layout}: {count_noun(self.tensors, 'tensor')}, {human(self.bytes)}: structure ok"
         if self.salvage is not None:
             lost, made = self.salvage["missing"], self.salvage["rebuilt"]
@@ -162,14 +163,17 @@ def verify(
     """Check a checkpoint: its structure and every item's framing.
 
     Args:
-        read_data: also read every byte, and compare it with the CRC32s and with the digests recorded beside it.
-        against: also compare every tensor with another checkpoint, in any layout.
-        workers: who reads the data, as in `convert`.
-        progress: called with ("read", bytes done, bytes in all), and before with "prove" if tensors have no names until
-            they are read. (the others): as `open`.
+        read_data: also read every byte, and compare it with the CRC32s and with the recorded digests.
+        against: also compare every tensor and value with another checkpoint, in any layout.
+        workers: processes that read the data, as in `convert`.
+        progress: called with ("read", bytes done, bytes in all); before with "prove" if tensors have no names until
+            they are read, and after with "compare" for fp32 masters.
+        (the others): as `open`.
 
     Raises:
-        Corrupt, Unsafe: it is damaged. Differs: it is not what was recorded, or not equal to the other.
+        Corrupt, Unsafe: it is damaged. Differs: it is not what was recorded, or not equal to the checkpoint at
+            `against`.
+        UsageError: `workers` is set, but no data is to be read.
     """
     options = OpenOptions(only=only, **reading)
     with reporting(progress), open_checkpoint(path, options, prove_later=True) as opened:
@@ -185,7 +189,7 @@ def verify(
         )
         out.salvage = summarise_salvage(opened)
         if ckpt.others:
-            out.notes.append(describe_left_out(ckpt))
+            out.notes.append(describe_dropped_replicas(ckpt))
         if damaged := [r for r in ckpt.unread if r.damaged]:
             raise Corrupt(
                 f"{out.path}: {damaged[0].name} {damaged[0].what.rstrip('.')}"
@@ -202,7 +206,7 @@ def verify(
                 )
             out.notes += opened.note_unproved(argument("read_data", True))
             return out
-        found = _read_data(opened, path, options, workers, progress, out)
+        found = _verify_data(opened, path, options, workers, progress, out)
     if against is not None:
         _verify_against(opened, found, against, workers, progress, out)
     return out
@@ -216,15 +220,16 @@ def _verify_against(
     progress: Progress,
     out: VerifyResult,
 ) -> None:
-    """Compare every tensor and value with another checkpoint, and note in `out` what came of it.
+    """Compare every tensor and value with another checkpoint, and record the result in `out`.
 
     Args:
         found: {tensor: BLAKE3 in hex} of `opened`.
-        workers: the workers that read the other one, as `verify` takes them; None for the usual number.
+        against: the other checkpoint.
+        workers: the workers that read it, as `verify` takes them; None for the default number.
 
     Raises:
-        Differs: they are not equal.
-        CkpttoolError: the other one cannot be read.
+        Differs: the two are not equal.
+        CkpttoolError: the other checkpoint cannot be read.
     """
     ckpt = opened.checkpoint
     record, part = opened.recorded(), opened.selection
@@ -244,18 +249,22 @@ def _verify_against(
             second = other.locate()
         digests = digest_with_workers(other, against, likewise, crew, progress, "read")
         shared = _list_components(ckpt) & _list_components(second)
-        excused = {*_list_changed(opened), *_list_changed(other)}
+        excused = {*_list_changed_values(opened), *_list_changed_values(other)}
     mine, yours = (
         {
             n: d
-            for n, d in {**read, **digests_in_values(held.values), **recorded_values(held.values)}.items()
-            if n not in excused and _component_of(n) in shared
+            for n, d in {
+                **read,
+                **digest_arrays_in_values(held.values),
+                **digest_values_without_arrays(held.values),
+            }.items()
+            if n not in excused and _get_component(n) in shared
         }
         for held, read in ((ckpt, found), (second, digests))
     )
     name = show_path(against)
-    _refuse_differences(mine, yours, name)
-    if unequal := sorted(n for n in excused if _component_of(n) in shared and n in {**ckpt.values, **second.values}):
+    _refuse_unequal_digests(mine, yours, name)
+    if unequal := sorted(n for n in excused if _get_component(n) in shared and n in {**ckpt.values, **second.values}):
         out.notes.append(
             f"not compared, since a conversion changed them, as ckpttool.json says: {len(unequal)} of the values, "
             f"first {unequal[0]}"
@@ -265,9 +274,8 @@ def _verify_against(
     out.against = {"path": urls.display_path(name), "components": sorted(shared), "verdict": "equal"}
 
 
-def _component_of(name: str) -> str:
-    """Return the component that a name begins with; it may be that of an element of a value, which the index does not
-    list."""
+def _get_component(name: str) -> str:
+    """Return the component in a name; the name may be one that the index does not list, of an element of a value."""
     return name.partition(".")[0]
 
 
@@ -276,9 +284,8 @@ def _list_components(ckpt: Checkpoint) -> set[str]:
     return {ckpt.component(n) for n in (*ckpt.tensors, *ckpt.values)}
 
 
-def _list_changed(opened: OpenCheckpoint) -> set[str]:
-    """List the values that a conversion changed when it wrote this checkpoint, as its ckpttool.json says; empty where
-    there is none."""
+def _list_changed_values(opened: OpenCheckpoint) -> set[str]:
+    """Return the names of values that a conversion changed when it wrote this checkpoint, as its ckpttool.json says."""
     record = opened.recorded()
     return set() if record is None else {n for n in record.changed if n not in opened.checkpoint.tensors}
 
@@ -299,7 +306,7 @@ def summarise_salvage(opened: OpenCheckpoint) -> dict[str, Any] | None:
     return {"exact": len(of["exact"]), "rebuilt": of["rebuilt"], "missing": of["missing"]}
 
 
-def _read_data(
+def _verify_data(
     opened: OpenCheckpoint,
     path: CheckpointPath,
     options: OpenOptions,
@@ -307,19 +314,22 @@ def _read_data(
     progress: Progress,
     out: VerifyResult,
 ) -> dict[str, str]:
-    """Read every byte and note in `out` what came of it; returns {tensor: BLAKE3 in hex}.
+    """Read every byte, compare digests and numbers, and record the result in `out`.
 
     Args:
         path, options: what `opened` was opened with; workers open it again.
-        workers: the workers, as `verify` takes them; None for the usual number.
+        workers: the workers, as `verify` takes them; None for the default number.
+
+    Returns:
+        {tensor: BLAKE3 in hex}.
 
     Raises:
         Corrupt: it is damaged, or its numbers contradict each other.
-        SourceChanged: it was written to meanwhile.
+        SourceChanged: it changed while it was read.
         Differs: it is not what was recorded.
     """
     ckpt = opened.checkpoint
-    averages = Averages(averages_of(ckpt.tensors))
+    averages = Averages(find_nonnegative_state(ckpt.tensors))
 
     def seen(block: Block) -> None:
         """Count the negative elements in a block of an average of squares."""
@@ -335,30 +345,31 @@ def _read_data(
     opened.source.assert_unchanged()
     out.data = "ok"
     out.digest = state_roots(ckpt, found)
-    compare_recorded(opened, found, out)
+    compare_recorded_digests(opened, found, out)
     _verify_numbers(opened, averages, progress, out)
     return found
 
 
 def _verify_numbers(opened: OpenCheckpoint, averages: Averages, progress: Progress, out: VerifyResult) -> None:
-    """Compare all masters (fp32 copies) with the weights beside them; note in `out` what came of it and whether
-    averages of squares are negative.
+    """Check that fp32 masters round to their weights and that averages of squares are not negative; record it in `out`.
 
     Args:
-        averages: what was seen of the averages of squares.
+        averages: what was seen of the averages of squares while the data was read.
 
     Raises:
-        Corrupt: the numbers contradict each other, and that was not allowed.
+        Corrupt: the numbers contradict each other, and `allow_mixed_steps` is not set.
     """
     ckpt = opened.checkpoint
     texts = []
     if averages.found:
         name, (_, first) = next(iter(averages.found.items()))
         texts.append(
-            describe_negative(averages.found, ckpt.tensors, masters.where_element(ckpt, ckpt.tensors[name], first))
+            describe_negative_averages(
+                averages.found, ckpt.tensors, masters.describe_element_place(ckpt, ckpt.tensors[name], first)
+            )
         )
     if odd := masters.find_differing_masters(ckpt, opened.source, progress):
-        texts.append(masters.describe_differences(ckpt, odd))
+        texts.append(masters.describe_differing_masters(ckpt, odd))
     if texts and not opened.allow_mixed_steps:
         raise Corrupt(
             f"{out.path}: {'. '.join(texts)}. To pass over it, use {argument('allow_mixed_steps', True)}.",
@@ -368,8 +379,9 @@ def _verify_numbers(opened: OpenCheckpoint, averages: Averages, progress: Progre
     out.notes += texts
 
 
-def compare_recorded(opened: OpenCheckpoint, found: Mapping[str, str], out: VerifyResult) -> None:
-    """Compare digests with those that were recorded, and note in `out` what came of it.
+def compare_recorded_digests(opened: OpenCheckpoint, found: Mapping[str, str], out: VerifyResult) -> None:
+    """Compare digests with the recorded ones, in ckpttool.json or in the checkpoint itself, and record the result in
+    `out`.
 
     Args:
         found: {tensor: BLAKE3 in hex} of `opened`.
@@ -378,11 +390,11 @@ def compare_recorded(opened: OpenCheckpoint, found: Mapping[str, str], out: Veri
         Differs: they are not equal.
     """
     ckpt, record = opened.stored, opened.recorded()
-    held = recorded_values(ckpt.values)
+    held = digest_values_without_arrays(ckpt.values)
     found = {n: found[opened.renamed.get(n, n)] for n in ckpt.tensors}
     if ckpt.recorded:
         here = {**found, **{n: d for n, d in held.items() if n in ckpt.recorded_values}}
-        _refuse_differences(here, {**ckpt.recorded, **ckpt.recorded_values}, "the digests it carries itself")
+        _refuse_unequal_digests(here, {**ckpt.recorded, **ckpt.recorded_values}, "the digests it carries itself")
     elif record is None:
         return
     elif record.problem is not None:
@@ -405,13 +417,15 @@ def compare_recorded(opened: OpenCheckpoint, found: Mapping[str, str], out: Veri
         if record.values is not None and not record.salvage:
             mine |= {n: d for n, d in held.items() if n not in expected}
             expected |= record.values_of(opened.selection)
-        _refuse_differences(mine, expected, f"the digests in {RECORD}")
+        _refuse_unequal_digests(mine, expected, f"the digests in {RECORD}")
     out.recorded = "equal"
 
 
-def _refuse_differences(mine: Mapping[str, object], theirs: Mapping[str, object], what: str) -> None:
-    """Refuse digests of tensors and values, {name: digest}, that are not those of another side, which `what` names in
-    the message.
+def _refuse_unequal_digests(mine: Mapping[str, object], theirs: Mapping[str, object], what: str) -> None:
+    """Raise if the digests of two sides, {name: digest} of tensors and values, are not equal.
+
+    Args:
+        what: the other side, for the message.
 
     Raises:
         Differs: with counts, and the first name.
@@ -427,7 +441,7 @@ def _refuse_differences(mine: Mapping[str, object], theirs: Mapping[str, object]
         )
 
 
-def check_copied(
+def check_source_digests(
     opened: OpenCheckpoint,
     draft: Draft,
     digests: dict[str, str],
@@ -435,32 +449,30 @@ def check_copied(
     progress: Progress,
     budget: IOBudget,
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Check that the source of a draft that was filled is unchanged, and has the digests that were recorded of it.
+    """Check, after a draft was filled, that its source is unchanged and has its recorded digests.
 
     Args:
         digests: {tensor of the draft: BLAKE3 in hex}.
-        writing: what was asked for, for the dtypes of casts.
+        writing: the request, for the dtypes of casts.
 
     Returns:
-        (the source's tensors that the destination holds, with the dtypes they have there; their digests by canonical
-            name).
+        (the source's tensors that the destination holds, with their dtypes there; their digests by canonical name).
 
     Raises:
-        SourceChanged: the source was written to meanwhile.
-        Corrupt: a tensor does not have the digest that was recorded of it.
+        SourceChanged: the source changed during the conversion.
+        Corrupt: a tensor does not have its recorded digest.
     """
     opened.source.assert_unchanged()
-    wanted = _list_held_tensors(opened.checkpoint, draft, choose_dtype(writing.dtype, writing.cast or {}))
-    digests = _name_digests(opened, draft, wanted, digests, progress, budget)
-    _check_recorded(opened, wanted, digests, progress, budget)
+    wanted = _select_held_tensors(opened.checkpoint, draft, make_dtype_chooser(writing.dtype, writing.cast or {}))
+    digests = _collect_source_digests(opened, draft, wanted, digests, progress, budget)
+    _check_recorded_digests(opened, wanted, digests, progress, budget)
     for part in opened.inputs:
-        _check_input(part, progress, budget)
+        _check_input_digests(part, progress, budget)
     return wanted, digests
 
 
-def _check_input(part: OpenCheckpoint, progress: Progress, budget: IOBudget) -> None:
-    """Check that tensors from which others were computed have the digests that were recorded of them; they are read
-    again for that.
+def _check_input_digests(part: OpenCheckpoint, progress: Progress, budget: IOBudget) -> None:
+    """Read the tensors that others were computed from once more, and check that they have their recorded digests.
 
     Raises:
         Corrupt: with the first tensor that has another.
@@ -473,9 +485,12 @@ def _check_input(part: OpenCheckpoint, progress: Progress, budget: IOBudget) -> 
         raise explain_other_digests(ckpt, wrong, len(found))
 
 
-def _list_held_tensors(ckpt: Checkpoint, draft: Draft, cast: layouts.Cast) -> dict[str, TensorEntry]:
-    """Return {name: tensor} of the source's tensors that the destination holds, under whatever name, with the dtype
-    they have there; `cast` chooses that of tensors with other names there."""
+def _select_held_tensors(ckpt: Checkpoint, draft: Draft, cast: layouts.Cast) -> dict[str, TensorEntry]:
+    """Return {name: tensor} of the source's tensors that the destination holds, with their dtypes there.
+
+    Args:
+        cast: chooses the dtype of those that have another name in the destination.
+    """
     there = draft.checkpoint.tensors
     gone = {d.name for d in draft.dropped}
     return {
@@ -485,7 +500,7 @@ def _list_held_tensors(ckpt: Checkpoint, draft: Draft, cast: layouts.Cast) -> di
     }
 
 
-def _name_digests(
+def _collect_source_digests(
     opened: OpenCheckpoint,
     draft: Draft,
     wanted: dict[str, TensorEntry],
@@ -493,10 +508,12 @@ def _name_digests(
     progress: Progress,
     budget: IOBudget,
 ) -> dict[str, str]:
-    """Return {canonical name: BLAKE3 in hex}. Tensors that the destination splits are read again.
+    """Return the digests of the source's tensors, as they are in the destination, {canonical name: BLAKE3 in hex}.
+
+    Tensors that the destination splits are read again.
 
     Args:
-        wanted: the source's tensors that the destination holds, with the dtypes they have there.
+        wanted: the source's tensors that the destination holds, with their dtypes there.
         digests: {tensor of the draft: BLAKE3 in hex}.
     """
     ckpt = opened.checkpoint
@@ -510,18 +527,17 @@ def _name_digests(
     return out
 
 
-def _check_recorded(
+def _check_recorded_digests(
     opened: OpenCheckpoint,
     wanted: Mapping[str, TensorEntry],
     digests: Mapping[str, str],
     progress: Progress,
     budget: IOBudget,
 ) -> None:
-    """Check that what was copied has the digests that were recorded of the source. Tensors that were cast are read
-    again for that.
+    """Check that the tensors that were copied have the digests recorded for the source; cast tensors are read again.
 
     Args:
-        wanted: the source's tensors that the destination holds, with the dtypes they have there.
+        wanted: the source's tensors that the destination holds, with their dtypes there.
         digests: {canonical name: BLAKE3 in hex}.
 
     Raises:
@@ -548,16 +564,17 @@ def read_back(
     budget: IOBudget,
     workers: Workers | None = None,
 ) -> None:
-    """Read what was written, from the disk, as any reader would, and compare every digest and value.
+    """Open the destination as any reader would, and compare every digest and value with what was written.
 
     Args:
         path: the destination.
+        target, draft: its layout and its draft.
         digests: {tensor of the draft: BLAKE3 in hex} of what was written.
-        config: folder or id of a Hugging Face model; None where none was given.
-        workers: who reads it; None for this process.
+        config: folder or id of a Hugging Face model; None if none was given.
+        workers: the workers that read it; None for this process.
 
     Raises:
-        Differs: with the first tensor that is not what was written.
+        Differs: with the first tensor or value that is not what was written.
         Corrupt: it cannot be read.
     """
     options = OpenOptions(
@@ -569,16 +586,16 @@ def read_back(
     )
     try:
         with open_checkpoint(path, options, prove_later=True) as back:
-            safetensors_header.open_with_library(back.source, back.checkpoint.files)
+            safetensors_header.check_with_library(back.source, back.checkpoint.files)
             if back.checkpoint.config is None and draft.checkpoint.config is not None:
                 back.checkpoint.config = draft.checkpoint.config  # one file has none beside it to tell its names
                 workers = None  # who would not know it
             back.locate()
             found = digest_with_workers(back, path, options, workers, progress, "verify", budget)
-            values = find_other_values(back.checkpoint, back.of_layout, draft, found)
+            values = find_value_differences(back.checkpoint, back.of_layout, draft, found)
     except Unreadable as e:  # what was written there would fail the next run too
         raise Corrupt(f"the destination cannot be read back: {e}", code="CKPT0421") from e
-    inside = digests_in_values(draft.checkpoint.values)
+    inside = digest_arrays_in_values(draft.checkpoint.values)
     gone = {d.name for d in draft.dropped}  # a reader may find something else under their names
     digests = digests | {n: d for n, d in inside.items() if n in found and n not in gone}
     missing = sorted(set(digests) - set(found) - set(draft.aliases))

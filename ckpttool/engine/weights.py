@@ -23,23 +23,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import Corrupt, Unsupported, UsageError, argument
 from ..index.checkpoint import Checkpoint, Chunks, TensorEntry, joined
-from ..index.composites import composites
+from ..index.composites import find_composites
 from ..index.draft import Dropped
 from ..index.records import Records
-from ..index.schedule_free import find_free_parameters, is_schedule_free
+from ..index.schedule_free import find_free_parameters, has_schedule_free_optimizer
 from ..index.weight_sets import (
     OF_TRAINING,
     WEIGHT_FILES,
     WeightSet,
-    find_averages_beside,
+    find_matching_keys,
+    find_unread_averages,
     find_weight_sets,
-    is_average,
-    match_key,
+    is_average_key,
 )
 from ..printable import count_noun, list_first
 from ..storage.overlay import ComputedSource, JoinedSource, name_in_joined
 from ..storage.source import Source
-from .computed_files import BoxReader, ComputedFiles, cast_array, choose_page
+from .computed_files import BoxReader, ComputedFiles, cast_array, choose_page_size
 from .copy.fill import silent
 from .copy.tensor_digests import tensor_digests
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from .copy.dtypes import Array
     from .opening import OpenCheckpoint
 
-__all__ = ["ChosenWeights", "choose_weights", "find_equal_tensors", "forget_optimizer"]
+__all__ = ["ChosenWeights", "choose_weights", "find_equal_tensors", "remove_optimizer_notes"]
 
 #: What names the weights of a schedule-free optimizer.
 _FREE = {f"schedule-free-{name}": name for name in "xyz"}
@@ -78,53 +78,62 @@ def choose_weights(opened: OpenCheckpoint, key: str, open_beside: Callable[[str]
     """Choose a set of the weights of an open checkpoint as its model.
 
     Args:
-        opened: the whole state.
-        key: what names the set.
-        open_beside: opens a checkpoint of a path, for files beside this one.
+        opened: the complete state.
+        key: names the set: "ema", a file beside the checkpoint, "schedule-free-x".
+        open_beside: opens the checkpoint at a path, for files beside this one.
 
     Raises:
-        UsageError: no set of weights has such a name, or several.
-        Unsupported: the set is not whole, or is made of codes.
+        UsageError: no set of weights has this name, or several have.
+        Unsupported: the set is incomplete, or is quantised.
     """
     ckpt = opened.locate()
-    if key in _FREE or (key in ("x", "y") and is_schedule_free(ckpt)):
+    if key in _FREE or (key in ("x", "y") and has_schedule_free_optimizer(ckpt)):
         return _choose_schedule_free(opened, _FREE.get(key, key))
-    forget_optimizer(opened)
+    remove_optimizer_notes(opened)
     sets = find_weight_sets(ckpt)
     whole = [k for k, s in sets.items() if s.is_whole]
-    keys = match_key(key, whole)
+    keys = find_matching_keys(key, whole)
     # Lightning's WeightAveraging saves the average as the model
-    if not keys and OF_TRAINING in sets and (key == "average" or (is_average(key) and len(key) > 1)):
+    if not keys and OF_TRAINING in sets and (key == "average" or (is_average_key(key) and len(key) > 1)):
         chosen = WeightSet("state_dict", {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"})
-        return _export(opened, chosen, "the model of the checkpoint is the average already")
-    if not keys and (beside := _find_beside(opened, key)):
-        opened = _join_beside(opened, beside, open_beside)
+        return _export_weight_set(opened, chosen, "the model of the checkpoint is the average already")
+    if not keys and (beside := _find_weights_beside(opened, key)):
+        opened = _join_weights_beside(opened, beside, open_beside)
         sets = find_weight_sets(opened.checkpoint)
         whole = [k for k, s in sets.items() if s.is_whole]
         names = [k for k in whole if k == beside.rstrip("/") or k.startswith(beside.rstrip("/") + ".")]
-        keys = names if len(names) < 2 else match_key(key, [k for k in names if is_average(k.removeprefix(beside))])
+        keys = (
+            names
+            if len(names) < 2
+            else find_matching_keys(key, [k for k in names if is_average_key(k.removeprefix(beside))])
+        )
     if len(keys) == 1:
-        return _export(opened, sets[keys[0]])
-    raise _explain_no_set(opened, key, sets, keys)
+        return _export_weight_set(opened, sets[keys[0]])
+    raise _explain_unusable_set(opened, key, sets, keys)
 
 
-def forget_optimizer(opened: OpenCheckpoint) -> None:
-    """Take the notes on the optimizer away, of a checkpoint of which only weights are used."""
+def remove_optimizer_notes(opened: OpenCheckpoint) -> None:
+    """Remove the notes on the optimizer from a checkpoint of which only weights are used."""
     notes = opened.checkpoint.notes
     notes[:] = [note for note in notes if not note.startswith("the optimizer ")]
 
 
-def _explain_no_set(
+def _explain_unusable_set(
     opened: OpenCheckpoint, key: str, sets: Mapping[str, WeightSet], keys: list[str]
 ) -> UsageError | Unsupported:
-    """Return the error for a key that names no set of weights, several (`keys`), or one that is not whole."""
+    """Return the error for a key that names no set of weights, several, or an incomplete one.
+
+    Args:
+        sets: {key: set of weights} in the checkpoint.
+        keys: the sets that `key` names.
+    """
     said, root = argument("weights", key), opened.location
     if len(keys) > 1:
         return UsageError(
             f"{said}: {root} has {len(keys)} sets of weights of such a name: {', '.join(keys)}. Name one.",
             code="CKPT0208",
         )
-    partial = match_key(key, [k for k, s in sets.items() if not s.is_whole])
+    partial = find_matching_keys(key, [k for k, s in sets.items() if not s.is_whole])
     if partial:
         found = sets[max(partial, key=lambda k: len(sets[k].tensors))]
         of_another_shape = [f'"{n}" is {list(found.tensors[n].shape)}' for n in found.reshaped]
@@ -146,23 +155,23 @@ def _explain_no_set(
             code="CKPT0335",
         )
     have = [k for k, s in sets.items() if s.is_whole]
-    have += list(_FREE)[:1] if is_schedule_free(opened.checkpoint) else []
-    have += list(find_averages_beside(opened.checkpoint))
+    have += list(_FREE)[:1] if has_schedule_free_optimizer(opened.checkpoint) else []
+    have += list(find_unread_averages(opened.checkpoint))
     there = f"it holds {', '.join(have)}" if have else "it holds no weights besides those of the model"
     return UsageError(f"{said}: {root} has no set of weights of such a name; {there}.", code="CKPT0207")
 
 
-def _export(opened: OpenCheckpoint, chosen: WeightSet, note: str = "") -> ChosenWeights:
+def _export_weight_set(opened: OpenCheckpoint, chosen: WeightSet, note: str = "") -> ChosenWeights:
     """Make a set of weights the model of a checkpoint.
 
     Args:
-        note: what else is said of it.
+        note: a further note for the result; "" for none.
 
     Raises:
-        Unsupported: the set is made of codes.
+        Unsupported: the set is quantised.
     """
     ckpt = opened.checkpoint
-    if codes := next((n for n, c in composites(ckpt).items() if c.path[0] == "model"), None):
+    if codes := next((n for n, c in find_composites(ckpt).items() if c.path[0] == "model"), None):
         raise Unsupported(
             f'{argument("weights", chosen.key)}: "{codes}" is a quantised tensor, and whether the codes of the two fit '
             "is not known. Convert the checkpoint as it is, and take the weights with the program that quantised them.",
@@ -194,10 +203,10 @@ def _export(opened: OpenCheckpoint, chosen: WeightSet, note: str = "") -> Chosen
     if not model:
         notes.append("there is no model beside it whose names and shapes it could be compared with")
     trained = [] if chosen.key in ("state_dict", "module") else [n for n in model if n in tensors]
-    return _finish(opened, chosen.key, out, kept, notes, len(trained), of_model, ComputedFiles(ckpt))
+    return _make_chosen_weights(opened, chosen.key, out, kept, notes, len(trained), of_model, ComputedFiles(ckpt))
 
 
-def _finish(
+def _make_chosen_weights(
     opened: OpenCheckpoint,
     key: str,
     tensors: dict[str, TensorEntry],
@@ -208,14 +217,16 @@ def _finish(
     computed: ComputedFiles,
     inputs: Iterable[str] = (),
 ) -> ChosenWeights:
-    """Make the index of chosen weights.
+    """Build the index of chosen weights, with notes and the entries that are left behind.
 
     Args:
-        tensors: {name: tensor} of the model as it is exported.
+        key: names the chosen set of weights.
+        tensors: {name: tensor} of the exported model.
         kept: {name of one that is copied: its name in `opened`}.
-        replaced: how many weights of the model stay behind for them.
-        of_model: FQNs that are those of the model.
-        computed: the files, with those of weights that are computed from the tensors `inputs`.
+        replaced: how many weights of the old model are left behind.
+        of_model: FQNs whose tensors are those of the old model.
+        computed: the files, including computed ones.
+        inputs: names of the tensors that weights are computed from.
     """
     ckpt, source = opened.checkpoint, opened.source
     used = {*kept.values(), *inputs}
@@ -247,8 +258,11 @@ def _finish(
 def find_equal_tensors(
     opened: OpenCheckpoint, some: Mapping[str, TensorEntry], others: Mapping[str, TensorEntry]
 ) -> dict[str, str]:
-    """Return {name: the first of `others` with equal bytes} of those of `some` that have one of the same dtype and
-    shape, and at least two dimensions: tied weights that were saved twice. Their bytes are read."""
+    """Find tied weights that were saved twice, by reading tensors of one dtype and shape and comparing their bytes.
+
+    Returns:
+        {name in `some`: the first name in `others` with equal bytes}; only tensors of at least two dimensions.
+    """
     pairs = {n: [m for m, o in others.items() if (o.dtype, o.shape) == (t.dtype, t.shape)] for n, t in some.items()}
     pairs = {n: of for n, of in pairs.items() if of and len(some[n].shape) > 1}
     looked_at = {n: some[n] for n in pairs} | {m: others[m] for of in pairs.values() for m in of}
@@ -261,8 +275,8 @@ def find_equal_tensors(
 # ------------------------------------------------------------------------------------------------------- files beside
 
 
-def _find_beside(opened: OpenCheckpoint, key: str) -> str | None:
-    """Find the file or folder beside a checkpoint that a key names; None where there is none.
+def _find_weights_beside(opened: OpenCheckpoint, key: str) -> str | None:
+    """Return the name of the file or folder beside a checkpoint that a key names; None if there is none.
 
     Raises:
         UsageError: there are several.
@@ -271,7 +285,7 @@ def _find_beside(opened: OpenCheckpoint, key: str) -> str | None:
     found = (
         [n for n, bare in rows.items() if bare == key.rstrip("/")]
         or [n for n, bare in rows.items() if os.path.splitext(bare)[0] == key]
-        or [n for n, bare in rows.items() if match_key(key, [bare])]
+        or [n for n, bare in rows.items() if find_matching_keys(key, [bare])]
     )
     if len(found) > 1:
         raise UsageError(
@@ -282,11 +296,13 @@ def _find_beside(opened: OpenCheckpoint, key: str) -> str | None:
     return found[0] if found else None
 
 
-def _join_beside(opened: OpenCheckpoint, name: str, open_beside: Callable[[str], OpenCheckpoint]) -> OpenCheckpoint:
-    """Return a checkpoint with the tensors of a file or folder beside it, below extra.NAME; to close it closes both.
+def _join_weights_beside(
+    opened: OpenCheckpoint, name: str, open_beside: Callable[[str], OpenCheckpoint]
+) -> OpenCheckpoint:
+    """Return a checkpoint with the tensors of a file or folder beside it added as extra.NAME; closing it closes both.
 
     Raises:
-        CkpttoolError: that cannot be read.
+        CkpttoolError: the file or folder cannot be read.
     """
     inner = open_beside(f"{opened.source.root}/{name}".rstrip("/"))
     try:
@@ -326,7 +342,7 @@ def _choose_schedule_free(opened: OpenCheckpoint, which: str) -> ChosenWeights:
     """
     ckpt = opened.checkpoint
     free = find_free_parameters(ckpt)
-    forget_optimizer(opened)
+    remove_optimizer_notes(opened)
     computed, reader = ComputedFiles(ckpt), BoxReader(ckpt, opened.source)
     tensors: dict[str, TensorEntry] = {}
     kept: dict[str, str] = {}
@@ -353,7 +369,7 @@ def _choose_schedule_free(opened: OpenCheckpoint, which: str) -> ChosenWeights:
                     f'"{name}" is {t.dtype}: schedule-free-{which} is computed of fp32, bf16 and fp16.', code="CKPT0335"
                 )
             weight = 1 - 1 / of.beta if which == "x" else 1 - of.beta
-            lerp, page = _make_lerp(reader, t, of.z, weight), choose_page([t, of.z])
+            lerp, page = _make_lerp_function(reader, t, of.z, weight), choose_page_size([t, of.z])
             file = computed.add(f"{name} (schedule-free-{which})", t.dtype, t.shape, lerp, page)
             tensors[name] = same[place] = replace(t, chunks=Chunks.whole(t.shape, *file))
             inputs |= {name, joined(of.z.path)}
@@ -373,24 +389,29 @@ def _choose_schedule_free(opened: OpenCheckpoint, which: str) -> ChosenWeights:
         kept.pop(f"model.{n}")
     of_model = [n for n in bare if f"model.{n}" in kept]
     replaced = sum(1 for n in tensors if kept.get(n) != n)
-    return _finish(opened, f"schedule-free-{which}", tensors, kept, [note], replaced, of_model, computed, inputs)
+    return _make_chosen_weights(
+        opened, f"schedule-free-{which}", tensors, kept, [note], replaced, of_model, computed, inputs
+    )
 
 
-def _make_lerp(reader: BoxReader, start_of: TensorEntry, end_of: TensorEntry, weight: float) -> Any:
-    """Return a function that computes a part of torch's `start.lerp(end, weight)`."""
+def _make_lerp_function(reader: BoxReader, start_of: TensorEntry, end_of: TensorEntry, weight: float) -> Any:
+    """Return a function that computes elements [first, end) of torch's `start.lerp(end, weight)`, in the dtype of
+    `start_of`."""
 
     def compute(first: int, end: int) -> Array:
         """Compute elements [first, end)."""
         a, b = (cast_array(reader.read_range(t, first, end), t.dtype, "float32")[0] for t in (start_of, end_of))
-        return cast_array(_lerp(a, b, weight), "float32", start_of.dtype)[0]
+        return cast_array(_interpolate(a, b, weight), "float32", start_of.dtype)[0]
 
     return compute
 
 
-def _lerp(a: Array, b: Array, weight: float) -> Array:
-    """Return a + weight * (b - a) of float32 arrays as torch computes it: from the end that is nearer, with one fused
-    multiply-add. That is done in float64, in which the product is exact, and rounded to odd before it is rounded to
-    float32, so that it is rounded once in all."""
+def _interpolate(a: Array, b: Array, weight: float) -> Array:
+    """Return a + weight * (b - a) of float32 arrays, with the bits that torch's lerp gives.
+
+    torch starts from the nearer end and uses one fused multiply-add. Here, the product is computed exactly in float64,
+    and the sum is rounded to odd before it is rounded to float32, so that only one rounding has an effect.
+    """
     import numpy as np
 
     w = np.float32(weight)

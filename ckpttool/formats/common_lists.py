@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any
 
 from ..errors import Unsafe, Unsupported
-from .pickles import Global, Opaque, Ordered, children, refuse_deep
+from .pickles import Global, Opaque, Ordered, list_children, refuse_deep_object
 
 __all__ = ["CommonLists"]
 
@@ -48,10 +48,10 @@ class Memo(dict[int, Any]):
         return self.lists[first][n - first]
 
     def first_beside(self, n: int) -> int:
-        """Return the number of the first object of the list whose objects include number `n`.
+        """Return the number of the first object of the added list whose objects include number `n`.
 
         Raises:
-            KeyError: there is none.
+            KeyError: no added list includes it.
         """
         k = bisect_right(self._firsts, n) - 1
         if k < 0 or n >= self._firsts[k] + len(self.lists[self._firsts[k]]):
@@ -59,20 +59,26 @@ class Memo(dict[int, Any]):
         return self._firsts[k]
 
     def ends_before(self, n: int) -> bool:
-        """Whether no number from `n` on is in use."""
+        """Return whether all numbers in use are below `n`."""
         new = islice(reversed(self), len(self) - self._seen)  # the last ones set
         self._highest, self._seen = max(self._highest, max(new, default=-1)), len(self)
         return self._highest < n
 
     def add(self, first: int, objects: list[Any]) -> None:
-        """Give objects the numbers from `first` on, before which the memo ends."""
+        """Add the objects of a list under consecutive numbers from `first` on; all numbers in use must be below
+        `first`."""
         self._firsts.append(first)
         self.lists[first] = objects
         self._highest = first + len(objects) - 1
 
     def fold(self, first: int, objects: list[Any]) -> bool:
-        """Add the objects of a list that have just been set one by one; return False where other numbers were set
-        since."""
+        """Replace the entries of a list's objects, which were set one by one, by one added list (`add`). Return False,
+        without a change, if numbers from `first` on remain that are not of this list.
+
+        Args:
+            first: the number of the first object, the list itself.
+            objects: all objects of the list, in the order of their numbers.
+        """
         for n in range(first, first + len(objects)):
             del self[n]
         self._highest, self._seen = max((n + len(x) - 1 for n, x in self.lists.items()), default=-1), 0
@@ -98,7 +104,7 @@ class _CommonList:
 
 class CommonLists:
     """The long lists of the pickles read so far, whose stand-ins must be the same. `frozen` are the identities of
-    objects that no pickle may change, `measured` what `pickles.refuse_deep` returned of the lists."""
+    objects that no pickle may change, `measured` what `pickles.refuse_deep_object` returned of the lists."""
 
     def __init__(self) -> None:
         self.frozen: set[int] = set()
@@ -107,24 +113,32 @@ class CommonLists:
         self._bytes = self._useless = self._kept = self._found = 0
 
     def new_memo(self) -> Memo:
-        """Return the memo for another pickle."""
+        """Return an empty memo for the next pickle. Ends the counts for the one before: after several pickles in a row
+        whose long lists were all new, no more lists are recorded."""
         self._useless = 0 if self._found else self._useless + (self._kept > 0)
         self._kept = self._found = 0
         return Memo()
 
     def find(self, data: bytes, at: int, memo: Memo) -> tuple[Any, int] | None:
-        """Find the list that begins at a byte of a pickle: (list, where its bytes end), after adding its objects to the
-        memo of that pickle; None where it is not known."""
+        """Find a recorded list at a byte of a pickle: (list, position after its bytes); None if the bytes are not those
+        of a recorded list. Its objects are added to the memo of the pickle.
+
+        Args:
+            data: the bytes of the pickle.
+            at: position of the list's first instruction.
+            memo: the memo of the pickle.
+        """
         for known in self._lists.get(data[at : at + 7], ()):
-            if data.startswith(known.raw, at) and self._refers_to_same(known, memo):
+            if data.startswith(known.raw, at) and self._has_same_references(known, memo):
                 self._found += 1
                 memo.add(known.first, known.objects)
                 return known.objects[0], at + len(known.raw)
         return None
 
     @staticmethod
-    def _refers_to_same(known: _CommonList, memo: Memo) -> bool:
-        """Whether the numbers outside of a list are, in a memo, the same objects, and those of the list are free."""
+    def _has_same_references(known: _CommonList, memo: Memo) -> bool:
+        """Return whether a recorded list means the same in another pickle: the numbers outside of the list are the same
+        objects in its memo, and the list's own numbers are not in use."""
         for n, x in known.outside.items():
             found = memo.get(n)
             if found is not x and not (type(found) is type(x) and found == x):
@@ -135,18 +149,25 @@ class CommonLists:
         return memo.ends_before(known.first)
 
     def record(self, data: bytes, start: int, end: int, memo: Memo, made: list[Any]) -> None:
-        """Keep a list that a pickle has in bytes [start, end), if it is long, made of plain data and instances, and
-        refers to nothing else that could be changed."""
+        """Keep a list for later pickles, if it is long enough, consists of plain data and instances, and refers to
+        nothing mutable outside of it.
+
+        Args:
+            data: the bytes of the pickle.
+            start, end: the list is bytes [start, end) of it.
+            memo: the memo of the pickle.
+            made: the list that the pickle made of these bytes.
+        """
         if end - start < _LEAST or self._bytes + end - start > _MOST_BYTES or self._useless >= _TRIES:
             return
-        known = _parse(data[start:end], memo)
+        known = _parse_list(data[start:end], memo)
         if known is None or known.objects[0] is not made:
             return
-        inside = _containers_of(known.objects, self.frozen)
+        inside = _find_containers(known.objects, self.frozen)
         if inside is None or not all(type(x) in _PLAIN and x is not None for x in known.outside.values()):
             return
         try:
-            self.measured[id(made)] = refuse_deep(made, "", _MOST_NODES, self.measured)
+            self.measured[id(made)] = refuse_deep_object(made, "", _MOST_NODES, self.measured)
         except (Unsafe, Unsupported):
             return
         if not memo.fold(known.first, known.objects):
@@ -156,9 +177,15 @@ class CommonLists:
         self._lists.setdefault(known.raw[:7], []).append(known)
 
 
-def _parse(raw: bytes, memo: Memo) -> _CommonList | None:
-    """Parse the bytes of a list into what is kept of it; None where they are not one list alone, whose objects are
-    numbered one after the other, as picklers do, and whose instructions depend on nothing outside but by its number."""
+def _parse_list(raw: bytes, memo: Memo) -> _CommonList | None:
+    """Parse the pickled bytes of a list into the record that is kept of it; None unless they are exactly one list whose
+    objects have consecutive numbers, as picklers write it, and whose instructions refer to anything outside by number
+    only.
+
+    Args:
+        raw: bytes from the list's EMPTY_LIST to its last APPENDS.
+        memo: the memo of the pickle.
+    """
     import pickletools
 
     first = marks = put = 0
@@ -192,9 +219,9 @@ def _parse(raw: bytes, memo: Memo) -> _CommonList | None:
     return _CommonList(raw, first, own, outside, others) if len(own) == put else None
 
 
-def _containers_of(objects: Iterable[Any], known: set[int]) -> set[int] | None:
-    """Return the identities of all containers among objects and inside of them, those in `known` left out; None where
-    there is something that is neither plain data nor an instance."""
+def _find_containers(objects: Iterable[Any], known: set[int]) -> set[int] | None:
+    """Return the identities of all containers in `objects`, at any depth, without those in `known`; None if there is
+    anything but plain data and instances."""
     out: set[int] = set()
     todo = list(objects)
     while todo:
@@ -204,5 +231,5 @@ def _containers_of(objects: Iterable[Any], known: set[int]) -> set[int] | None:
         if type(x) not in (list, tuple, dict, Ordered, Opaque):
             return None
         out.add(id(x))
-        todo.extend(children(x))
+        todo.extend(list_children(x))
     return out

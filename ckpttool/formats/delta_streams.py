@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     Bytes = NDArray[Any]
 
-__all__ = ["WORKING_BYTES", "ChangeStream", "check_payload", "open_stream", "require_checksums"]
+__all__ = ["WORKING_BYTES", "ChangeStream", "check_payload", "open_change_stream", "require_checksum_package"]
 
 _BLOCK = 256 << 10
 _MOST_WINDOW = 8 << 20  # what any zstd decoder must take; the levels that programs use have 2 MiB or less
@@ -31,28 +31,34 @@ class ChangeStream(Protocol):
         """Change the next bytes of the tensor, an array of uint8, in place."""
 
     def finish(self) -> None:
-        """Check, behind the last byte, that nothing of the change is left.
+        """Check, after the last byte of the tensor, that the change is used up and the checksum is right.
 
         Raises:
-            Corrupt: there is, or the tensor does not have the checksum of the delta.
+            Corrupt: some of the change is left, or the tensor does not have the checksum that the delta states.
         """
 
 
-def require_checksums(delta: Delta) -> None:
-    """Refuse a delta whose checksums cannot be computed here.
+def require_checksum_package(delta: Delta) -> None:
+    """Check that the package for the checksums of a delta is installed.
 
     Raises:
-        MissingPackage: a package is missing.
+        MissingPackage: it is not.
     """
     if any(p.checksum is not None and p.checksum[0] == "xxh3-128" for p in delta.patches.values()):
         require_packages(f"{delta.title}: its checksums", "xxhash")
 
 
-def open_stream(delta: Delta, patch: TensorPatch, dtype: str, numel: int) -> ChangeStream:
-    """Open the change of a tensor of so many elements.
+def open_change_stream(delta: Delta, patch: TensorPatch, dtype: str, numel: int) -> ChangeStream:
+    """Open the change of a tensor, to be applied to its bytes from front to back.
+
+    Args:
+        delta: the delta that the change is in.
+        patch: the change.
+        dtype: torch's name of the tensor's dtype.
+        numel: number of its elements.
 
     Raises:
-        Corrupt: its checksum is of an unknown kind.
+        Corrupt: the checksum is of an unknown kind.
     """
     what = f'{delta.where}: the change of "{patch.name}"'
     kind = _Xor if len(patch.payloads) == 1 else _Sparse
@@ -95,7 +101,11 @@ class _Adler32:
 
 
 def _make_hasher(algorithm: str, what: str) -> Any:
-    """Make a hash object; `what` begins the message of an error.
+    """Return a hash object with `update` and `hexdigest`.
+
+    Args:
+        algorithm: "adler32", "sha256" or "xxh3-128".
+        what: names the change in messages.
 
     Raises:
         Corrupt: the algorithm is unknown.
@@ -188,10 +198,10 @@ class _Sparse:
         self._first = end
 
     def skip_block(self) -> bool:
-        """Read the next positions and numbers, and tell whether there were any.
+        """Read the next block of positions and values, in place of the current one; return False if none is left.
 
         Raises:
-            Corrupt: positions do not ascend, or lie behind the end of the tensor.
+            Corrupt: positions do not ascend, or are beyond the end of the tensor.
         """
         import numpy as np
 
@@ -221,10 +231,10 @@ class _Sparse:
 
 
 def check_payload(delta: Delta, patch: TensorPatch) -> None:
-    """Decode the change of a tensor, with nothing to apply it to.
+    """Decode the change of a tensor without applying it, to check that it is complete and undamaged.
 
     Raises:
-        Corrupt: it is damaged, or has not as many bytes as the delta says.
+        Corrupt: it is damaged, or decodes to another number of bytes than the delta states.
     """
     import numpy as np
 

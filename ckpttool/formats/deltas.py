@@ -83,7 +83,7 @@ class TensorPatch:
 
     @property
     def stored_bytes(self) -> int:
-        """Count the bytes that the change takes."""
+        """Return the total size of the payloads in bytes."""
         return sum(p.slot.length for p in self.payloads)
 
 
@@ -108,15 +108,16 @@ class Delta:
 
 
 def find_delta(source: Source, file: str | None, where: str) -> Delta | None:
-    """Read the delta that a folder, or a file of it, is; None where it is none of these programs.
+    """Read the delta in a folder or file; None if none of the three programs wrote it.
 
     Args:
-        file: the file that is meant; None for the folder.
-        where: its path, for messages.
+        source: the folder.
+        file: name of the file that was given; None if the folder was given.
+        where: path of the folder or file, for messages.
 
     Raises:
-        Corrupt, Unsafe: it is a delta, and a file is missing, cut or contradicts another.
-        Unsupported: it is one in an encoding that ckpttool does not read.
+        Corrupt, Unsafe: it is a delta, but a file is missing, incomplete or contradicts another.
+        Unsupported: it is a delta in an encoding that ckpttool does not read.
     """
     if file is not None:
         return _read_trl(source, file, where) if file.endswith(_TENSORS) and source.exists(file) else None
@@ -133,13 +134,15 @@ def find_delta(source: Source, file: str | None, where: str) -> Delta | None:
 
 
 def refuse_delta(source: Source, file: str | None) -> None:
-    """Refuse a delta in the place of a checkpoint; do nothing with anything else.
+    """Refuse a delta that was given as a checkpoint; do nothing for anything else.
 
     Args:
-        file: the file that is meant; None for the folder.
+        source: the folder.
+        file: name of the file that was given; None if the folder was given.
 
     Raises:
-        Unsupported: with what it is, and what to do with it; or its encoding is not read.
+        Unsupported: it is a delta; the message says what to do. Or it is one in an encoding that ckpttool does not
+            read.
     """
     where = os.path.join(source.root, file or "").rstrip("/")
     found = None
@@ -157,8 +160,13 @@ def refuse_delta(source: Source, file: str | None) -> None:
 
 
 def find_deltas_below(source: Source, where: str) -> list[Delta]:
-    """Read the deltas that the files and folders in a folder are; [] where the first file and the first folders are
-    none, since each folder of a store takes a request.
+    """Read all deltas among the files and subfolders of a folder, in the order of their names; [] if the folder is a
+    model. Until the first delta is found, at most one file and four subfolders are examined, since each folder of a
+    store takes a request.
+
+    Args:
+        source: the folder.
+        where: its path, for messages.
 
     Raises:
         Corrupt, Unsafe, Unsupported: one of them cannot be read.
@@ -184,22 +192,26 @@ def find_deltas_below(source: Source, where: str) -> list[Delta]:
 
 
 def _read_skyrl(source: Source, where: str) -> Delta | None:
-    """Read a folder of SkyRL by its manifest.json; None where that is another program's.
+    """Read a delta of SkyRL from its manifest.json; None if another program wrote the manifest.
+
+    Args:
+        source: the folder.
+        where: its path, for messages.
 
     Raises:
-        Corrupt, Unsafe: it is damaged, or its payloads are not those that it lists.
+        Corrupt, Unsafe: it is damaged, or the files hold other payloads than the manifest lists.
     """
     what = os.path.join(where, _MANIFEST)
     found = parse(source.read_all(_MANIFEST, _MOST_JSON), what)
     if not isinstance(found, dict) or not {"version", "base_version", "tensors"} <= found.keys():
         return None
     try:
-        rows = [_parse_row(row) for row in found["tensors"]]
+        rows = [_parse_manifest_row(row) for row in found["tensors"]]
         version, base = int(found["version"]), int(found["base_version"])
         files = {*found.get("payload_files", ()), *(file for _, file, _, _ in rows)}
     except (TypeError, KeyError, ValueError, AttributeError) as e:
         raise Corrupt(f"{what}: not as SkyRL writes it ({type(e).__name__}: {str(e)[:80]}).", code="CKPT0406") from None
-    held = _read_payloads(source, files, where)
+    held = _read_payload_headers(source, files, where)
     out: dict[str, TensorPatch] = {}
     for patch, file, key, stored in rows:
         slot = _find_payload(held, file, key, where)
@@ -214,16 +226,17 @@ def _read_skyrl(source: Source, where: str) -> Delta | None:
                 code="CKPT0406",
             )
         out[patch.name] = _with_payload(patch, file, slot)
-    _refuse_others(held, {(file, key) for _, file, key, _ in rows}, where)
+    _refuse_unlisted_payloads(held, {(file, key) for _, file, key, _ in rows}, where)
     return Delta(SKYRL, where, source, out, str(version), str(base))
 
 
-def _parse_row(row: Any) -> tuple[TensorPatch, str, str, int]:
-    """Parse a tensor of SkyRL's manifest: (its change without a payload, file, key in it, bytes there). A manifest of
-    before July 2026 has "sha256" in the place of checksum and algorithm.
+def _parse_manifest_row(row: Any) -> tuple[TensorPatch, str, str, int]:
+    """Parse the entry of one tensor in SkyRL's manifest: (its change, without payload; name of the payload's file; key
+    of the payload in that; bytes of the payload). A manifest from before July 2026 has "sha256" instead of checksum and
+    algorithm.
 
     Raises:
-        TypeError, KeyError, ValueError: it is something else.
+        TypeError, KeyError, ValueError: the entry is malformed.
     """
     checksum = (row["checksum_algorithm"], row["checksum"]) if "checksum" in row else ("sha256", row["sha256"])
     texts = (row["name"], row["dtype"], row["payload_file"], row["payload_key"], *checksum)
@@ -238,10 +251,16 @@ def _parse_row(row: Any) -> tuple[TensorPatch, str, str, int]:
 
 
 def _read_modelexpress(source: Source, index: str, where: str) -> Delta | None:
-    """Read a folder of ModelExpress by its index; None where the index is that of a model.
+    """Read a delta of ModelExpress from its index; None if the index is that of a model.
+
+    Args:
+        source: the folder.
+        index: name of the index file.
+        where: path of the folder, for messages.
 
     Raises:
-        Corrupt, Unsafe: it is damaged. Unsupported: its encoding is another.
+        Corrupt, Unsafe: it is damaged.
+        Unsupported: its encoding is one that ckpttool does not read.
     """
     what = os.path.join(where, index)
     found = parse(source.read_all(index, _MOST_JSON), what)
@@ -258,7 +277,7 @@ def _read_modelexpress(source: Source, index: str, where: str) -> Delta | None:
     files = found.get("weight_map")
     if not isinstance(files, dict) or not all(type(f) is str for f in files.values()):
         raise Corrupt(f"{what}: weight_map is not {{tensor: file}}.", code="CKPT0406")
-    held = _read_payloads(source, files.values(), where)
+    held = _read_payload_headers(source, files.values(), where)
     out: dict[str, TensorPatch] = {}
     for name, file in files.items():
         checksum = held[file][1].get(name)
@@ -266,7 +285,7 @@ def _read_modelexpress(source: Source, index: str, where: str) -> Delta | None:
             raise Corrupt(f'{where}/{file}: no checksum of "{name}" is in its metadata.', code="CKPT0406")
         patch = TensorPatch(name, (), checksum=("adler32", checksum))
         out[name] = _with_payload(patch, file, _find_payload(held, file, name, where))
-    _refuse_others(held, {(file, name) for name, file in files.items()}, where)
+    _refuse_unlisted_payloads(held, {(file, name) for name, file in files.items()}, where)
     version, base = (None if about.get(key) is None else str(about[key]) for key in ("version", "base_version"))
     return Delta(MODELEXPRESS, where, source, out, version, base)
 
@@ -274,11 +293,16 @@ def _read_modelexpress(source: Source, index: str, where: str) -> Delta | None:
 _Held = dict[str, tuple[dict[str, Slot], dict[str, str]]]
 
 
-def _read_payloads(source: Source, files: Iterable[str], where: str) -> _Held:
-    """Read the headers of the files that hold payloads, {file: (slots, metadata)}.
+def _read_payload_headers(source: Source, files: Iterable[str], where: str) -> _Held:
+    """Read the headers of safetensors files that hold payloads: {file: ({key: slot}, metadata)}.
+
+    Args:
+        source: the folder.
+        files: names of the files.
+        where: path of the folder, for messages.
 
     Raises:
-        Corrupt, Unsafe: one is missing, damaged or in another folder.
+        Corrupt, Unsafe: a file is missing, damaged or in another folder.
     """
     out: _Held = {}
     for file in sorted(set(files), key=str):
@@ -289,10 +313,15 @@ def _read_payloads(source: Source, files: Iterable[str], where: str) -> _Held:
 
 
 def _find_payload(held: _Held, file: str, key: str, where: str) -> Slot:
-    """Return the place of a payload.
+    """Return the slot of a payload, its dtype, shape and byte range.
+
+    Args:
+        held: {file: ({key: slot}, metadata)}.
+        file, key: the file of the payload, and its key in that.
+        where: path of the folder, for messages.
 
     Raises:
-        Corrupt: it is not in its file, or is no tensor of bytes.
+        Corrupt: the file has no such key, or it is not a uint8 tensor.
     """
     slot = held[file][0].get(key)
     if slot is None or slot.dtype != "uint8":
@@ -300,11 +329,16 @@ def _find_payload(held: _Held, file: str, key: str, where: str) -> Slot:
     return slot
 
 
-def _refuse_others(held: _Held, listed: set[tuple[str, str]], where: str) -> None:
-    """Refuse files with payloads that are not `listed`: {(file, key)}.
+def _refuse_unlisted_payloads(held: _Held, listed: set[tuple[str, str]], where: str) -> None:
+    """Refuse files that hold a payload which the delta does not list.
+
+    Args:
+        held: {file: ({key: slot}, metadata)}.
+        listed: (file, key) of all listed payloads.
+        where: path of the folder, for messages.
 
     Raises:
-        Corrupt: with the first of them.
+        Corrupt: there is one; the message names it.
     """
     for file, (slots, _) in held.items():
         if odd := [key for key in slots if (file, key) not in listed]:
@@ -315,7 +349,7 @@ def _refuse_others(held: _Held, listed: set[tuple[str, str]], where: str) -> Non
 
 
 def _with_payload(patch: TensorPatch, file: str, slot: Slot) -> TensorPatch:
-    """Return a change with its payload."""
+    """Return a copy of a change with one payload: the tensor `slot` of `file`."""
     return TensorPatch(patch.name, (Payload(file, slot),), patch.dtype, patch.shape, patch.nbytes, patch.checksum)
 
 
@@ -323,10 +357,16 @@ def _with_payload(patch: TensorPatch, file: str, slot: Slot) -> TensorPatch:
 
 
 def _read_trl(source: Source, file: str, where: str) -> Delta | None:
-    """Read a safetensors file of positions and numbers; None where it holds other tensors.
+    """Read a delta of TRL, positions and values in a safetensors file; None if the file holds other tensors.
+
+    Args:
+        source: the folder.
+        file: name of the file.
+        where: path of the file, for messages.
 
     Raises:
-        Corrupt, Unsafe: it is damaged. Unsupported: its positions are compressed by nvCOMP.
+        Corrupt, Unsafe: it is damaged.
+        Unsupported: its positions are compressed by nvCOMP.
     """
     slots, about = read_header(source, file)
     ends = next((pair for pair in _PAIRS if slots and all(n.endswith(pair) or n == _OF_EMPTY for n in slots)), None)
@@ -339,22 +379,25 @@ def _read_trl(source: Source, file: str, where: str) -> Delta | None:
             f"{' and '.join(_WIDTHS)}.",
             code="CKPT0343",
         )
-    out = {p.name: p for p in _pair_up(slots, file, ends, encoding, where)}
+    out = {p.name: p for p in _pair_positions_with_values(slots, file, ends, encoding, where)}
     base = about.get("prev_model_version")
     return Delta(TRL, where, source, out, about.get("model_version"), base, about.get("checksum_sha256") or None)
 
 
-def _pair_up(
+def _pair_positions_with_values(
     slots: Mapping[str, Slot], file: str, ends: tuple[str, str], encoding: str, where: str
 ) -> Iterator[TensorPatch]:
-    """Yield the changes of a file of TRL.
+    """Yield the change of each tensor in a file of TRL.
 
     Args:
-        ends: what the names of positions and numbers end with.
-        encoding: of positions.
+        slots: {key: slot} of the file.
+        file: its name.
+        ends: the suffixes of the keys of positions and of values.
+        encoding: of the positions: "raw" or "gap_delta".
+        where: path of the file, for messages.
 
     Raises:
-        Corrupt: the two of a tensor do not fit together.
+        Corrupt: positions and values of a tensor do not match.
     """
     for name in dict.fromkeys(n.rpartition(".")[0] for n in slots if n != _OF_EMPTY):
         at, values = (slots.get(name + end) for end in ends)

@@ -41,8 +41,9 @@ _DTYPES = {
 
 
 def numpy_to_torch(x: object) -> Any:
-    """Return a value with numpy's arrays in it as `Inline` tensors and its scalars as numbers; the same object where
-    there are none. What torch has no dtype for stays as it is."""
+    """Return a value with numpy arrays replaced by `Inline` tensors and float64 and int64 scalars by Python numbers;
+    other numpy scalars become tensors of shape (). The value itself if it holds none. Arrays of a dtype that torch
+    lacks are kept."""
     if isinstance(x, Opaque):
         found = _decode_array(x)
         if found is None:
@@ -90,8 +91,8 @@ def _decode_array(x: Opaque) -> tuple[Inline, bool] | None:
 
 
 def _torch_dtype_name(x: object) -> str | None:
-    """Return torch's name of the pickled record of a little-endian numpy dtype; None where torch has none, or `x` is
-    something else."""
+    """Return torch's name for a pickled numpy dtype; None if torch has no such dtype, it is big-endian, or `x` is not a
+    dtype."""
     if not isinstance(x, Opaque) or x.cls != Global("numpy", "dtype") or not x.args or not isinstance(x.args[0], str):
         return None
     order = x.state[1] if isinstance(x.state, tuple) and len(x.state) > 1 else "|"

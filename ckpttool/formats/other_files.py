@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable
 
 from ..errors import Corrupt, NotRecognised, Unsupported
-from .zip_bytes import first_record_name, is_zip
+from .zip_bytes import is_zip, read_first_record_name
 
 __all__ = [
     "HEAD_BYTES",
@@ -83,24 +83,24 @@ _SAFETENSORS = rb'(?s)....[\0-\x05]\0\0\0\{[\s]*"'  # a header of at most 100 MB
 
 
 def is_text(head: bytes) -> bool:
-    """Whether the first bytes of a file are plain text."""
+    """Return whether the first bytes of a file are printable ASCII text; False for b""."""
     return bool(head) and all(9 <= c <= 13 or 32 <= c < 127 for c in head)
 
 
 def is_web_page(head: bytes) -> bool:
-    """Whether a file begins like HTML or XML."""
+    """Return whether the first bytes of a file look like HTML or XML."""
     return head.lstrip()[:1] == b"<"
 
 
 def refuse_foreign_file(head: bytes, what: str) -> None:
-    """Refuse a file of another kind, and say which; do nothing where the kind is not known.
+    """Refuse a file that is not a tensor file, with a message that says what it is; do nothing if its kind is unknown.
 
     Args:
         head: the first `HEAD_BYTES` bytes of the file.
         what: names the file in messages.
 
     Raises:
-        Corrupt: a git-lfs pointer, a web page or a text stands where the file should be.
+        Corrupt: it is a git-lfs pointer, a web page or text.
         Unsupported: it is a file of another format.
     """
     if head.startswith(LFS_POINTER):
@@ -122,14 +122,14 @@ def refuse_foreign_file(head: bytes, what: str) -> None:
 
 
 def refuse_foreign_format(head: bytes, what: str) -> None:
-    """Refuse a file of a known format that ckpttool does not read.
+    """Refuse a file of a known format that ckpttool does not read, such as GGUF; do nothing for any other file.
 
     Args:
         head: the first `HEAD_BYTES` bytes of the file.
         what: names the file in messages.
 
     Raises:
-        Unsupported: it is one.
+        Unsupported: it is of such a format.
     """
     for magic, (kind, advice) in _FORMATS.items():
         if head.startswith(magic):
@@ -140,7 +140,7 @@ def refuse_foreign_format(head: bytes, what: str) -> None:
         raise Unsupported(
             f"{what} holds safetensors, but is not named so. Give it a name that ends in .safetensors.", code="CKPT0306"
         )
-    if len(head) >= 30 and is_zip(head) and "/" not in (name := first_record_name(head)):
+    if len(head) >= 30 and is_zip(head) and "/" not in (name := read_first_record_name(head)):
         kind, advice = (
             ("a numpy .npz file", _FORMATS[b"\x93NUMPY"][1]) if name.endswith(".npy") else ("a zip archive", _UNPACK)
         )
@@ -148,11 +148,11 @@ def refuse_foreign_format(head: bytes, what: str) -> None:
 
 
 def identify_foreign_checkpoint(names: Iterable[str], beside: Collection[str]) -> tuple[str, str, str] | None:
-    """Find a file that is of a kind of checkpoint which no layout reads: (that file, what it is, what to do); None
-    where there is none.
+    """Find, by file names, a checkpoint of a kind that no layout reads: (name of the file that shows it, what it is,
+    what to do); None if there is none.
 
     Args:
-        names: the files to look at.
+        names: the file names to look at.
         beside: all names in their folder.
     """
     names = list(names)
@@ -165,15 +165,15 @@ def identify_foreign_checkpoint(names: Iterable[str], beside: Collection[str]) -
 
 
 def refuse_foreign_checkpoint(names: Iterable[str], beside: Collection[str], what: str) -> None:
-    """Refuse files that no layout has recognised, if their names tell what they are; do nothing if they do not.
+    """Refuse files that no layout recognises if their names show what they are; otherwise do nothing.
 
     Args:
-        names: the files.
+        names: the file names.
         beside: all names in their folder.
-        what: the path for messages.
+        what: their path, for messages.
 
     Raises:
-        NotRecognised: they do.
+        NotRecognised: they are a checkpoint of another program; the message names it.
     """
     if (found := identify_foreign_checkpoint(names, beside)) is not None:
         name, kind, advice = found

@@ -36,20 +36,22 @@ class CommonList(list[Any]):
 
 
 def dump(obj: object, persistent: PersistentId | None = None) -> bytes:
-    """Write an object as `dump_pieces` does; return the pickle."""
+    """Return an object as a pickle; arguments and errors are those of `dump_pieces`."""
     return b"".join(dump_pieces(obj, persistent))
 
 
 def dump_pieces(obj: object, persistent: PersistentId | None = None) -> list[bytes]:
-    """Write plain data, Global and Opaque as a pickle of protocol 2, as torch does; the same bytes for the same data.
+    """Return plain data, Global and Opaque as a pickle of protocol 2, as torch writes it, in pieces to be joined; equal
+    data give equal bytes.
 
-    An attribute of a class (a Global with a dot) is written as the call of getattr that CPython writes. Objects with a
-    `reduce()` method of ours give (Global, args) to be called by the reader.
+    An attribute of a class (a Global with a dot) is written as the call of getattr that CPython writes. An object with
+    a `reduce()` method of ours, which returns (Global, args), is written as that call.
 
-    The pickle is returned in pieces, of which those of a `CommonList` are the same objects in many pickles.
+    The pieces of a `CommonList` are the same bytes objects in many pickles.
 
     Args:
-        persistent: returns the persistent id of a tensor's storage, None for anything else; None where there are no
+        obj: the object.
+        persistent: returns the persistent id of a tensor's storage, or None for anything else; None if there are no
             tensors.
 
     Raises:
@@ -72,7 +74,7 @@ class _Pickler:
         self.recalled: dict[object, int] = {}  # since the list began that is being encoded for other pickles, too
 
     def memoize(self, key: object) -> None:
-        """Write a PUT of the object on the reader's stack, and remember its number in the memo under `key`."""
+        """Write a PUT for the object on top of the reader's stack, and remember its memo number under `key`."""
         n = self.memo[key] = len(self.memo)
         self.out += b"q" + bytes([n]) if n < 256 else b"r" + struct.pack("<I", n)
 
@@ -95,7 +97,7 @@ class _Pickler:
         if pid is not None:
             self.save(pid)
             self.out += b"Q"
-        elif not (self._save_scalar(x) or self._save_call_for(x)):
+        elif not (self._save_scalar(x) or self._save_call_like(x)):
             self._save_container(x)
 
     def _save_scalar(self, x: object) -> bool:
@@ -130,9 +132,10 @@ class _Pickler:
             raw = x.to_bytes(x.bit_length() // 8 + 1, "little", signed=True)
             self.out += b"\x8a" + bytes([len(raw)]) + raw
 
-    def _save_call_for(self, x: object) -> bool:
-        """Write what protocol 2 spells as a name or as a call, and tuples, and return True; return False if it is
-        something else.
+    def _save_call_like(self, x: object) -> bool:
+        """Write an object that protocol 2 represents by a global, a call or a tuple opcode (bytes, bytearray, Global,
+        complex, sets, tuples, objects with `reduce`), and return True; write nothing and return False for anything
+        else.
 
         Raises:
             TypeError: something inside is of a type that no checkpoint has.
@@ -157,7 +160,8 @@ class _Pickler:
         return True
 
     def _save_global(self, x: Global) -> None:
-        """Write a name in a module, or the getattr of an attribute of a class."""
+        """Write a global, the name of a class or function in a module; an attribute of a class is written as a call of
+        getattr."""
         if self.recall(("g", x)):
             return
         owner, _, last = x.name.rpartition(".")
@@ -195,13 +199,14 @@ class _Pickler:
             raise TypeError(f"a {type(x).__name__} cannot be written to a checkpoint")
 
     def _save_list(self, x: list[object]) -> None:
-        """Write a list."""
+        """Write a list, memoized before its items."""
         self.out += b"]"
         self._memoize_identity(x)
         self._save_list_items(x)
 
     def _save_common_list(self, x: CommonList) -> None:
-        """Write a list that other pickles have, too, as one of them did where the memo allows it."""
+        """Write a list that many pickles have in common: with the bytes of an earlier pickle if they mean the same with
+        this memo; otherwise encode it and keep the bytes."""
         self.pieces.append(bytes(self.out))
         self.out.clear()
         first = len(self.memo)
@@ -239,7 +244,7 @@ class _Pickler:
             self.out += b"b"
 
     def _memoize_identity(self, x: object) -> None:
-        """Memoize an object by its identity, and keep it alive."""
+        """Memoize an object under its id(), and keep the object alive so that the id stays unique."""
         self.alive.append(x)
         self.memoize(id(x))
 

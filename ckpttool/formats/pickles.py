@@ -4,7 +4,7 @@
 and inert classes of ours; one that is not there becomes `Global`, a pair of strings. NEWOBJ of a `Global` (an instance
 of an unknown class) becomes `Opaque`, which keeps class, arguments and state and can be written to another pickle
 unchanged (pickle_writer.py). REDUCE of a `Global` (a call) becomes one where the call makes data, and is refused
-otherwise; `_record_of_call` has the rule.
+otherwise; `_make_call_record` has the rule.
 
 Bounds: string and total length follow from the size of the input, which is itself bounded. Instructions have a budget
 (`_BUDGET`), since a million take a third of a second here: three million, one for every 32 bytes of the pickle, and for
@@ -13,7 +13,7 @@ and are not counted. Every 2^18 instructions, what is on the stack and in the me
 writes (`watched`). Integers have at most 64 bytes; keys of dicts are scalars or flat tuples of them, so nothing nested
 is ever hashed, and none is set twice; the result is walked once and refused if it is deeper than 100 or expands to more
 than 16 nodes per opcode. An instance that holds itself, as a config whose nodes point to their parents, is copied once,
-with an `BackReference` for each reference back (`_copy_without_cycles`).
+with a `BackReference` for each reference back (`_copy_without_cycles`).
 
 `load_large` reads a genuine 100 MB `.metadata` (a million chunks) fifty times faster with the C unpickler of the
 standard library and the same stand-ins, in a child process whose memory and time are limited, since the C code would
@@ -55,15 +55,15 @@ __all__ = [
     "SharedStandIn",
     "StandIn",
     "Truncated",
-    "enum_members",
+    "find_unwritable_reason",
     "is_dangerous",
     "load",
     "load_large",
+    "make_enum_stand_ins",
     "map_children",
-    "refuse_deep",
+    "refuse_deep_object",
     "resolve_attribute",
     "short",
-    "unwritable_reason",
 ]
 
 #: {(module, name): what stands for that class or function}
@@ -166,11 +166,13 @@ class Opaque:
         self._keys: dict[Any, None] = {}
 
     def mapped(self, f: Callable[[Any], Any], made: Callable[[Opaque], None] = lambda out: None) -> Opaque:
-        """Copy the instance with `f` applied to its arguments, its items and its state, in the order of a pickle.
+        """Return a copy of the instance with `f` applied to its arguments, its items and its state, in the order of a
+        pickle.
 
         Args:
-            f: gets the tuple of arguments, the list of appended items, the list of (key, value) items and the state.
-            made: gets the copy before its items and its state are made.
+            f: gets, one after the other, the tuple of arguments, the list of appended items, the list of (key, value)
+                items and the state; returns what replaces each.
+            made: gets the copy before its items and its state are set.
         """
         out = Opaque(self.cls, f(self.args), self.call)
         out.label = self.label
@@ -179,12 +181,16 @@ class Opaque:
         return out
 
     def set_item(self, key: object, value: object, what: str) -> None:
-        """Add an item to an instance of a subclass of dict; `what` names the pickle in messages.
+        """Add an item to an instance of a subclass of dict.
 
-        Keys whose hashing has no bound (an instance, a tuple of tuples) are not compared.
+        A key whose hashing has no bound (an instance, a tuple of tuples) is not compared with the others.
+
+        Args:
+            key, value: the item.
+            what: names the pickle in messages.
 
         Raises:
-            Unsafe: the key is there already.
+            Unsafe: the key was set before.
         """
         if _has_bounded_hash(key):
             _set_new_key(self._keys, key, None, what)
@@ -207,7 +213,7 @@ class Opaque:
 
 
 def _encode_text(text: str, encoding: str) -> bytes:
-    """Encode a text, in the place of codecs.encode, by which protocol 2 spells bytes.
+    """Return a text as bytes, as codecs.encode does, by a call of which protocol 2 represents bytes.
 
     Raises:
         Unsafe: the encoding is none that picklers use.
@@ -387,18 +393,19 @@ _HINTS = frozenset(
 
 
 def is_dangerous(cls: Global) -> bool:
-    """Whether objects of a class act when they are created, or represent calls."""
+    """Return whether objects of a class act when they are created, or represent calls, as those of `subprocess` and
+    `functools` do."""
     return cls.module.partition(".")[0] in _NEVER and cls not in _BUFFER
 
 
 def _is_class_name(name: str) -> bool:
-    """Whether a name looks like that of a class, as PEP 8 has it: Mode, _Mode."""
+    """Return whether a name looks like that of a class by PEP 8: Mode, _Mode."""
     return name.isidentifier() and name.lstrip("_")[:1].isupper()
 
 
-def _is_attribute(module: str, name: str) -> bool:
-    """Whether a dotted name in a module may be a class in a class, a member of an enum or a method: its owners look
-    like classes, and the module is not one of Python's own."""
+def _is_class_attribute(module: str, name: str) -> bool:
+    """Return whether a dotted name in a module may be a nested class, a member of an enum or a method: its owners look
+    like classes, and the module is not in Python's standard library. Names in `_KEPT` are accepted too."""
     *owners, last = name.split(".")
     if Global(module, name) in _KEPT:
         return True
@@ -407,22 +414,23 @@ def _is_attribute(module: str, name: str) -> bool:
 
 
 def resolve_attribute(cls: object, name: object) -> Global | None:
-    """Return what getattr(cls, name) refers to: a class in a class, or a member of an enum; None for anything else."""
-    if isinstance(cls, Global) and isinstance(name, str) and _is_attribute(cls.module, f"{cls.name}.{name}"):
+    """Return the `Global` that getattr(cls, name) refers to, a nested class or a member of an enum; None for anything
+    else."""
+    if isinstance(cls, Global) and isinstance(name, str) and _is_class_attribute(cls.module, f"{cls.name}.{name}"):
         return Global(cls.module, f"{cls.name}.{name}")
     return None
 
 
-def _record_of_call(f: Global, args: tuple[Any, ...]) -> Any:
-    """Make the record of a call that makes data; None for a call that is refused. `f` is what the pickle calls, `args`
-    its arguments.
+def _make_call_record(f: Global, args: tuple[Any, ...]) -> Any:
+    """Return the record of a pickled call (REDUCE) that makes data; None for a call that is to be refused. `f` is the
+    function or class that the pickle calls, `args` its arguments.
 
-    Kept are calls of what `_KEPT` lists, of exceptions of Python, and of a name that looks like a class and is not of
-    Python's own library. Nothing is executed here; but a record that is written into a pickle again is executed by who
-    loads that without `weights_only`. So a call of an unknown class with one plain argument, which is how pickle spells
-    a member of an enum, is kept as `__new__` of the class: for an enum that is the same member, and for any other class
-    no `__init__` runs. A call with other arguments, and one of an instance that gets a state or items besides, stays a
-    call, which no pickle is written with (`unwritable_reason`).
+    Kept are calls of the functions and classes in `_KEPT`, of Python's exceptions, and of names that look like a class
+    and are not in Python's standard library. Nothing is executed here; but if the record is written into a pickle
+    again, loading that without `weights_only` executes the call. So a call of an unknown class with one plain argument,
+    by which pickle represents a member of an enum, is kept as `__new__` of the class: for an enum this gives the same
+    member, and for any other class no `__init__` runs. A call with other arguments, or of an instance that also gets a
+    state or items, remains a call, which is never written (`find_unwritable_reason`).
     """
     if f.name == "getattr" and f.module in _BUILTINS:  # protocols below 4, and enums of Python 3.11.0 to 3.11.3
         return resolve_attribute(*args) if len(args) == 2 else None
@@ -430,21 +438,21 @@ def _record_of_call(f: Global, args: tuple[Any, ...]) -> Any:
         made = len(args) == 3 and isinstance(args[0], Global) and not is_dangerous(args[0])
         return Opaque(args[0], ()) if made and args[1] in _OBJECT and args[2] is None else None
     if f in _KEPT or (f.name in _EXCEPTIONS and f.module in (*_BUILTINS, "exceptions")):
-        refused = (f.name in ("partial", "defaultdict") and _holds_dangerous_class(args)) or not _is_of_generator(
-            f, args
-        )
+        refused = (
+            f.name in ("partial", "defaultdict") and _holds_dangerous_class(args)
+        ) or not _has_safe_generator_args(f, args)
         return None if refused else Opaque(f, args, call=True)
     if f in _HINTS or f in _TYPE:
-        return Opaque(f, args, call=True) if _makes_hint(f, args) else None
+        return Opaque(f, args, call=True) if _is_type_hint_call(f, args) else None
     if not _is_unknown_class(f):
         return None
     plain = len(args) == 1 and not isinstance(args[0], (Global, StandIn)) and _has_bounded_hash(args[0])
-    return Opaque(f, args, call=not plain or _is_of_torchao(f, args))
+    return Opaque(f, args, call=not plain or _is_torchao_enum_call(f, args))
 
 
-def _is_of_generator(f: Global, args: tuple[Any, ...]) -> bool:
-    """Whether a call gives numpy's constructors of random generators, which call what they are given, nothing but
-    numpy's own classes; True for a call of any other function `f`."""
+def _has_safe_generator_args(f: Global, args: tuple[Any, ...]) -> bool:
+    """Return whether a call of one of numpy's constructors of random generators, which call their arguments, passes
+    only numpy's own classes; True for a call of any other function `f`."""
 
     def is_own(x: object) -> bool:
         """Whether an argument is numpy's own, or no class at all."""
@@ -455,8 +463,8 @@ def _is_of_generator(f: Global, args: tuple[Any, ...]) -> bool:
     return f.module not in _OF_GENERATORS or all(map(is_own, args))
 
 
-def _makes_hint(f: Global, args: tuple[Any, ...]) -> bool:
-    """Whether a call puts a hint of types together, such as list[int], of classes that do not act and of other
+def _is_type_hint_call(f: Global, args: tuple[Any, ...]) -> bool:
+    """Return whether a call builds a type hint, such as list[int], from classes that do not act and from other
     hints."""
 
     def is_hint(x: object) -> bool:
@@ -474,14 +482,15 @@ def _makes_hint(f: Global, args: tuple[Any, ...]) -> bool:
 
 
 def _is_unknown_class(f: Global) -> bool:
-    """Whether a name looks like a class that is neither in `_KEPT` nor of Python's own library, nor one of torch's own
-    classes of tensors and storages."""
+    """Return whether a name looks like a class and is neither in `_KEPT`, nor in Python's standard library, nor one of
+    torch's own tensor and storage classes."""
     standard = f.module.partition(".")[0] in _STANDARD or f.module in _OF_TORCH
     return not standard and f not in _KEPT and all(map(_is_class_name, f.name.split(".")))
 
 
-def _is_of_torchao(f: Global, args: tuple[Any, ...]) -> bool:
-    """Whether a call is how pickle spells a member of one of torchao's enums, KernelPreference("auto")."""
+def _is_torchao_enum_call(f: Global, args: tuple[Any, ...]) -> bool:
+    """Return whether a call is the pickled form of a member of one of torchao's enums, such as
+    KernelPreference("auto")."""
     return f.module.partition(".")[0] == "torchao" and len(args) == 1 and type(args[0]) in (str, int)
 
 
@@ -499,31 +508,31 @@ _OBJECT = tuple(Global(module, "object") for module in _BUILTINS)
 
 
 def _holds_dangerous_class(x: object) -> bool:
-    """Whether a function that would be called later (that of a partial, the factory of a defaultdict), or one among a
-    tuple of arguments, is of a module whose objects act."""
+    """Return whether a value, or an element of a tuple of arguments, is a class or function of a module whose objects
+    act; used for functions that would be called later (of a partial, the factory of a defaultdict)."""
     todo = list(x) if isinstance(x, tuple) and not isinstance(x, Global) else [x]
     return any(
         isinstance(v, Global) and is_dangerous(v) and not (v.module in _BUILTINS and v.name in _TYPES) for v in todo
     )
 
 
-def unwritable_reason(x: object) -> str | None:
-    """Return the reason why a value must not be written into a pickle, that loading it would call a class that nobody
-    here knows; None where it may be written."""
+def find_unwritable_reason(x: object) -> str | None:
+    """Return why a value must not be written into a pickle: it holds a call of an unknown class, which loading the
+    pickle would execute. None if it may be written."""
     todo = [x]
     while todo:
         v = todo.pop()
-        if isinstance(v, Opaque) and v.call and _is_unknown_class(v.cls) and not _is_of_torchao(v.cls, v.args):
+        if isinstance(v, Opaque) and v.call and _is_unknown_class(v.cls) and not _is_torchao_enum_call(v.cls, v.args):
             return f"a call of {v.cls}, which would be executed when a pickle with it is loaded"
-        todo.extend(children(v))
+        todo.extend(list_children(v))
     return None
 
 
 def _make_bytearray(raw: object) -> bytearray:
-    """Make a bytearray of bytes, in the place of Python's own, which makes zeros of a number.
+    """Return bytes as a bytearray, in place of Python's own constructor, which would allocate zeros for a number.
 
     Raises:
-        Unsafe: it is to be made of something else.
+        Unsafe: the argument is not bytes.
     """
     if not isinstance(raw, bytes):  # bytearray(10**12) would allocate
         raise Unsafe(f"a pickle builds a bytearray from a {type(raw).__name__}", code="CKPT0701")
@@ -537,22 +546,22 @@ def _make_flat_set(kind: Any, items: Any) -> Any:
         Unsafe: a member does not.
     """
     for x in items:
-        _checked_key(x)
+        _check_key(x)
     return kind(items)
 
 
 def _has_bounded_hash(k: object) -> bool:
-    """Whether hashing a key takes bounded work."""
+    """Return whether hashing a key takes bounded work: a scalar, a stand-in, or a flat tuple of scalars."""
     if isinstance(k, tuple):
         return all(x is None or isinstance(x, (str, int, float, bytes, Global)) for x in k)
     return k is None or isinstance(k, (str, int, float, bytes, StandIn))
 
 
-def _checked_key(k: object) -> Any:
-    """Return a key whose hashing is bounded.
+def _check_key(k: object) -> Any:
+    """Return a key unchanged if its hashing has a bound.
 
     Raises:
-        Unsafe: it is not.
+        Unsafe: it has none.
     """
     if _has_bounded_hash(k):
         return k
@@ -568,7 +577,7 @@ def _set_new_key(d: dict[Any, Any], k: object, v: object, what: str = "a pickle"
     Raises:
         Unsafe: the key is there already, or its hashing has no bound.
     """
-    if _checked_key(k) in d and not isinstance(k, SharedStandIn):
+    if _check_key(k) in d and not isinstance(k, SharedStandIn):
         raise Unsafe(
             f"{what}: the key {short(k)} is set twice in one dict, so loading it would lose the first value. No "
             "pickler writes that; use another copy of the checkpoint.",
@@ -586,24 +595,25 @@ def load(
     inert: bool = False,
     lists: CommonLists | None = None,
 ) -> tuple[Any, int]:
-    """Read one pickle as data, without importing or calling anything: (object, position after its end).
+    """Read one pickle as data, without importing or calling anything: (object, position after the pickle).
 
     Args:
         data: bytes in which the pickle begins at `start`.
-        stand_ins: {(module, name): what stands for that class or function of a pickle}; None for nothing but plain
-            data.
-        persistent: turns a persistent id (torch's storages) into a value; None refuses them.
+        stand_ins: {(module, name): what replaces that class or function of a pickle}; None for none, which suffices for
+            plain data.
+        persistent: converts a persistent id (of torch's storages) to a value; None refuses them.
+        start: position of the pickle in `data`.
         what: names the pickle in messages.
-        inert: keep a call of anything unknown as an `Opaque` instead of refusing it, for those who only look for
+        inert: keep calls of anything unknown as `Opaque` instead of refusing them, for callers that only look for
             storages.
-        lists: long lists of earlier pickles that had the same stand-ins; those that are here too become the same
-            objects, which must not be changed. None to read a pickle by itself.
+        lists: long lists of earlier pickles that were read with the same stand-ins; those that recur here become the
+            same objects, which must not be changed. None to share nothing.
 
     Raises:
-        Unsafe: it would call something, or has no bound.
-        Truncated: it ends too early.
-        Corrupt: it is not a pickle.
-        Unsupported: it holds a function or class as a value, or a stand-in does not support what it is called with.
+        Unsafe: it would call something, or exceeds a bound.
+        Truncated: the bytes end before the pickle does.
+        Corrupt: it is not a pickle, or a damaged one.
+        Unsupported: it holds a function or class as a value, or a stand-in does not support its arguments.
     """
     try:
         obj, end = _run_opcodes(data, start, stand_ins or {}, persistent, what, inert, lists)
@@ -615,10 +625,10 @@ def load(
         raise Corrupt(f"{what}: the pickle is malformed ({type(e).__name__}: {e}).", code="CKPT0407") from None
     most = 16 * (end - start) + 1000
     try:
-        refuse_deep(obj, what, most, lists.measured if lists else {})
+        refuse_deep_object(obj, what, most, lists.measured if lists else {})
     except Unsafe:  # too large, or without end since an instance holds itself
         obj = _copy_without_cycles(obj, what, most)
-        refuse_deep(obj, what, most)
+        refuse_deep_object(obj, what, most)
     return obj, end
 
 
@@ -633,18 +643,18 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
 ) -> tuple[Any, int]:
     """Execute the instructions of a pickle on a stack of plain data: (object, position after STOP).
 
-    The errors of Python that a malformed pickle causes (IndexError, ValueError, ...) are for `load` to translate.
+    The Python errors that a malformed pickle causes (IndexError, ValueError, ...) are converted by `load`.
 
     Args:
-        data, pos: the bytes, and where the pickle begins in them.
-        known: the stand-ins, {(module, name): what stands for that class or function}.
-        persistent: turns a persistent id into a value; None refuses them.
+        data, pos: the bytes, and the position of the pickle in them.
+        known: the stand-ins, {(module, name): what replaces that class or function}.
+        persistent: converts a persistent id to a value; None refuses them.
         what: names the pickle in messages.
-        inert: keep a call of anything unknown as an `Opaque` instead of refusing it.
+        inert: keep calls of anything unknown as `Opaque` instead of refusing them.
         lists: long lists of earlier pickles; None for none.
 
     Raises:
-        _CommonListChanged: it changes a part of one of these, which this does not.
+        _CommonListChanged: the pickle changes a list of an earlier pickle; that list itself is not changed.
         Unsafe: it would call something, or no pickler writes such a pickle.
         Corrupt: it is too long, or damaged.
     """
@@ -702,7 +712,7 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
                 "does.",
                 code="CKPT0704",
             )
-        if "." in name and not _is_attribute(module, name):
+        if "." in name and not _is_class_attribute(module, name):
             raise Unsafe(
                 f"{what}: the pickle names {module}.{name}, an attribute of something; refused.", code="CKPT0701"
             )
@@ -723,7 +733,7 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
         if isinstance(f, Global):
             if (made := PLAIN.get(f)) is not None:
                 return made(*args)
-            if (found := Opaque(f, args, call=True) if inert else _record_of_call(f, args)) is not None:
+            if (found := Opaque(f, args, call=True) if inert else _make_call_record(f, args)) is not None:
                 if isinstance(found, Opaque) and found.args and not found.call:
                     members[id(found)] = found
                 return found
@@ -764,7 +774,7 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
                     "instructions.",
                     code="CKPT0704",
                 )
-            _refuse_chain(stack[-1] if stack else None, what)
+            _refuse_deep_chain(stack[-1] if stack else None, what)
 
     frame_end = size
     for _ in chain.from_iterable(watched()):
@@ -925,7 +935,7 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
             items = since_mark()
             if type(stack[-1]) is not set:
                 raise TypeError("ADDITEMS to a " + type(stack[-1]).__name__)
-            stack[-1].update(map(_checked_key, items))
+            stack[-1].update(map(_check_key, items))
         elif op == 0x93:  # STACK_GLOBAL
             name, module = pop(), pop()
             if not isinstance(name, str) or not isinstance(module, str):
@@ -992,7 +1002,7 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
             push(set())
         elif op == 0x91:
             items = since_mark()
-            push(frozenset(map(_checked_key, items)))
+            push(frozenset(map(_check_key, items)))
         elif op == 0x30:  # POP
             popped += 1
             pop() if stack else since_mark()
@@ -1032,17 +1042,18 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
 
 
 def short(x: object) -> str:
-    """Return the repr of anything that came out of a pickle, for a message: bounded in work and in length."""
+    """Return a short repr of any object from a pickle, for messages: at most 80 characters, and bounded in work."""
     try:
-        refuse_deep(x, "", 200)
+        refuse_deep_object(x, "", 200)
         text = repr(x)
     except (Unsafe, RecursionError):
         return "(...)"
     return text if len(text) < 80 else text[:77] + "..."
 
 
-def children(x: object) -> Any:
-    """Return what a container holds, keys and values of a dict and the parts of an `Opaque`; () for a leaf."""
+def list_children(x: object) -> Any:
+    """Return the objects directly inside a container, as a list or another collection: keys and values of a dict, the
+    parts of an `Opaque`, items of a list, tuple or set; () for anything else."""
     if isinstance(x, dict):
         return [*x.keys(), *x.values()]
     if isinstance(x, Opaque):
@@ -1051,8 +1062,8 @@ def children(x: object) -> Any:
 
 
 def map_children(x: Any, f: Callable[[Any], Any]) -> Any:
-    """Copy a container with `f` applied to everything directly inside (values of a dict, not its keys); anything else,
-    sets included, is returned as it is."""
+    """Return a copy of a dict, list, tuple or `Opaque` with `f` applied to every object directly inside (to the values
+    of a dict, not to its keys); anything else, sets included, is returned unchanged."""
     if isinstance(x, dict):
         return type(x)((k, f(v)) for k, v in x.items())
     if type(x) in (list, tuple):
@@ -1060,12 +1071,16 @@ def map_children(x: Any, f: Callable[[Any], Any]) -> Any:
     return x.mapped(f) if isinstance(x, Opaque) else x
 
 
-def _refuse_chain(x: Any, what: str) -> None:
-    """Refuse an object whose last parts are nested deeper than those of any training state, before all of it is read;
-    `what` names the pickle in messages.
+def _refuse_deep_chain(x: Any, what: str) -> None:
+    """Refuse an object whose last item, the last item of that, and so on, are nested deeper than in any training state;
+    a cheap check while a pickle is being read.
+
+    Args:
+        x: the object.
+        what: names the pickle in messages.
 
     Raises:
-        Unsafe: it is.
+        Unsafe: they are.
     """
     for _ in range(10 * MAX_DEPTH):
         if type(x) not in (list, tuple) or not x:
@@ -1074,21 +1089,23 @@ def _refuse_chain(x: Any, what: str) -> None:
     raise _TooDeep(f"{what}: nested deeper than {MAX_DEPTH}; no training state is.")
 
 
-def refuse_deep(
+def refuse_deep_object(
     obj: object, what: str, most: int, measured: Mapping[int, tuple[int, int]] = MappingProxyType({})
 ) -> tuple[int, int]:
-    """Refuse an object that is too deep or too large; return (containers inside one another, nodes).
+    """Refuse an object that is nested too deep or has too many nodes; return (nesting depth of its containers, number
+    of nodes).
 
-    Parts that are shared are walked once, and counted as often as they are met. There is no recursion.
+    Shared parts are walked once, but counted each time they occur. There is no recursion.
 
     Args:
+        obj: the object.
         what: names the object in messages.
-        most: how many nodes it may have.
-        measured: what this function returned, by identity, of objects that live on.
+        most: the largest number of nodes.
+        measured: {id of an object: what this function returned for it}; the objects must stay alive.
 
     Raises:
-        Unsafe: deeper than 100, or more than `most` nodes, so that any later walk is bounded.
-        Unsupported: it contains one of our stand-ins, because the pickle has a function that it never calls.
+        Unsafe: it is deeper than 100, or has more than `most` nodes. So any later walk is bounded.
+        Unsupported: it contains one of our stand-ins, as the pickle has a function or class that it never calls.
     """
     done: dict[int, tuple[int, int] | None] = {}  # (depth, nodes) of the containers met; None while inside of one
     todo: list[tuple[Any, list[Any] | None, int, int]] = [(obj, None, 0, 0)]
@@ -1098,7 +1115,7 @@ def refuse_deep(
         if parts is None and (id(x) in done or id(x) in measured):
             depth, nodes = done.setdefault(id(x), measured.get(id(x))) or (MAX_DEPTH + 1, 0)  # inside of itself
         elif parts is None:
-            depth, nodes, parts = _look_into(x, what)
+            depth, nodes, parts = _measure_container(x, what)
             met += nodes
             done[id(x)] = None if parts else (depth, nodes)
             if parts:
@@ -1116,14 +1133,18 @@ def refuse_deep(
     return depth, nodes
 
 
-def _look_into(x: object, what: str) -> tuple[int, int, list[Any]]:
-    """Look at the parts of a container: (1 if containers of nothing but plain data are among them, else 0; nodes of the
-    container and of these; the other containers). `what` names the object around it in messages.
+def _measure_container(x: object, what: str) -> tuple[int, int, list[Any]]:
+    """Measure one container: (depth of its plain items: 1 if containers of nothing but plain data are among them, else
+    0; number of nodes, those containers included; its other containers, which remain to be measured).
+
+    Args:
+        x: the container.
+        what: names the object around it in messages.
 
     Raises:
-        Unsupported: a part is one of our stand-ins.
+        Unsupported: an item is one of our stand-ins.
     """
-    inside = children(x)
+    inside = list_children(x)
     depth, nodes = 0, 1 + len(inside)
     parts: list[Any] = []
     if len(inside) > _FEW and _PLAIN_TYPES.issuperset(map(type, inside)):
@@ -1146,17 +1167,18 @@ def _look_into(x: object, what: str) -> tuple[int, int, list[Any]]:
 
 
 def _copy_without_cycles(obj: Any, what: str, most: int) -> Any:
-    """Copy every outermost instance that holds itself, however deep inside, without that.
+    """Return a copy of an object in which no instance contains itself.
 
-    An instance that is met again in it becomes a `BackReference` with its label. An outermost instance that is deeper
-    than 100 all the same becomes a `Refused`.
+    Inside each outermost instance that contains itself, an instance that occurs again becomes a `BackReference` with
+    its label. An outermost instance that is still nested deeper than 100 becomes a `Refused`.
 
     Args:
+        obj: the object.
         what: names the object in messages.
-        most: how many nodes the copies may have together.
+        most: the largest number of nodes of all copies together.
 
     Raises:
-        Unsafe: a list or dict is deeper than 100 or holds itself, or the copies have more than `most` nodes.
+        Unsafe: a list or dict is deeper than 100 or contains itself, or the copies have more than `most` nodes.
     """
     nodes = 0
 
@@ -1171,7 +1193,7 @@ def _copy_without_cycles(obj: Any, what: str, most: int) -> Any:
             Unsafe: it is too deep, or too large.
         """
         nonlocal nodes
-        inside = children(x)
+        inside = list_children(x)
         nodes += 1 + len(inside)
         if depth > MAX_DEPTH:
             raise _TooDeep(f"{what}: nested deeper than {MAX_DEPTH}; no training state is.")
@@ -1222,16 +1244,16 @@ class _Scope:
     tangled: bool = False
 
 
-def enum_members(*enums: tuple[Any, Mapping[str, Any]]) -> dict[tuple[str, str], Any]:
-    """Make stand-ins for getattr, by which Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) pickles members of an enum:
-    {("builtins", "getattr"): stand-in, ("__builtin__", "getattr"): the same}.
+def make_enum_stand_ins(*enums: tuple[Any, Mapping[str, Any]]) -> dict[tuple[str, str], Any]:
+    """Return stand-ins for getattr, as a call of which Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) pickles members
+    of an enum: {("builtins", "getattr"): stand-in, ("__builtin__", "getattr"): the same}.
 
-    Of a class that is not among `enums`, the stand-in returns what `resolve_attribute` does, or raises Unsafe.
+    For a class that is not among `enums`, the stand-in returns what `resolve_attribute` returns, or raises Unsafe.
 
     Source: Enum.__reduce_ex__ in Lib/enum.py of those versions.
 
     Args:
-        enums: (the stand-in of a class, {name: member}) each.
+        enums: (stand-in of an enum class, {name: member}) each.
     """
 
     def member(cls: object, name: object) -> Any:
@@ -1253,7 +1275,12 @@ def enum_members(*enums: tuple[Any, Mapping[str, Any]]) -> dict[tuple[str, str],
 
 
 def _make_opaque_class(name: Global) -> type[Opaque]:
-    """Make the class that stands for an unknown one in the C unpickler: its instances keep arguments and state."""
+    """Return a subclass of `Opaque` that replaces an unknown class in the C unpickler; its instances keep arguments and
+    state.
+
+    Args:
+        name: the unknown class.
+    """
 
     class Instance(Opaque):
         __slots__ = ()
@@ -1273,17 +1300,18 @@ def _make_opaque_class(name: Global) -> type[Opaque]:
 
 
 def load_large(data: Any, stand_ins: StandIns, persistent: Callable[[object], Any] | None = None) -> Any:
-    """Unpickle with the C unpickler of the standard library; to be called in a limited child process only.
+    """Read a pickle with the C unpickler of the standard library and return the object; only in a child process with
+    limited memory and time.
 
     Args:
-        data: the pickle, opened for reading.
-        stand_ins: {(module, name): what stands for that class or function}.
-        persistent: turns a persistent id into a value; None refuses them.
+        data: the pickle, a file opened for reading.
+        stand_ins: {(module, name): what replaces that class or function}.
+        persistent: converts a persistent id to a value; None refuses them.
 
     Raises:
-        Unsafe: the pickle names a function without a stand-in, or a class whose objects may act, or refers to an object
-            outside of it.
-        Exception: whatever the unpickler raises on a pickle that is damaged.
+        Unsafe: the pickle names a function without a stand-in, or a class whose objects may act, or has a persistent id
+            that is refused.
+        Exception: whatever the unpickler raises on a damaged pickle.
     """
 
     class Unpickler(pickle.Unpickler):

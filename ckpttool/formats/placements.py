@@ -16,7 +16,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-__all__ = ["PlacementCut", "ShardPiece", "local_pieces"]
+__all__ = ["PlacementCut", "ShardPiece", "compute_local_pieces"]
 
 _MOST_RUNS = 1 << 20
 _Runs = list[
@@ -41,18 +41,20 @@ class ShardPiece(NamedTuple):
     shape: tuple[int, ...]
 
 
-def local_pieces(shape: Sequence[int], cuts: Iterable[PlacementCut]) -> tuple[list[ShardPiece], tuple[int, ...]]:
-    """Compute which boxes of the whole tensor a rank's local tensor holds: (boxes, shape of the local tensor).
+def compute_local_pieces(
+    shape: Sequence[int], cuts: Iterable[PlacementCut]
+) -> tuple[list[ShardPiece], tuple[int, ...]]:
+    """Compute which boxes of a complete tensor the local tensor of a rank holds: (boxes, shape of the local tensor).
 
-    A rank without elements has no box with any.
+    For a rank without elements, every box is empty.
 
     Args:
-        shape: of the whole.
-        cuts: the placements that cut it, the first one first.
+        shape: of the complete tensor.
+        cuts: its sharding placements on this rank, in the order in which they apply.
 
     Raises:
-        ValueError: a cut cannot be made, such as a split factor below 1, or there are more boxes than any job has.
-        IndexError: a dimension that the tensor does not have.
+        ValueError: a cut is impossible, such as a split factor below 1, or there are more boxes than any job has.
+        IndexError: a cut is along a dimension that the tensor does not have.
     """
     along: list[_Runs] = [[(0, n)] for n in shape]
     for cut in cuts:
@@ -76,11 +78,11 @@ def local_pieces(shape: Sequence[int], cuts: Iterable[PlacementCut]) -> tuple[li
 
 
 def _apply_cut(runs: _Runs, cut: PlacementCut) -> _Runs:
-    """Return what a cut leaves of a rank's runs along a dimension, (first index, number) each. Sizes come out of files,
-    so nothing here takes more work than there are runs.
+    """Apply a placement to the runs that a rank holds along a dimension, and return the remaining runs, (first index,
+    number) each. Sizes come from files, so the work is bounded by the number of runs.
 
     Raises:
-        ValueError: it makes more runs than any job has.
+        ValueError: there would be more runs than any job has.
     """
     total = sum(n for _, n in runs)
     outer = -(-total // cut.split)
@@ -91,7 +93,7 @@ def _apply_cut(runs: _Runs, cut: PlacementCut) -> _Runs:
         n = min(outer, total - first)
         inner = -(-n // cut.parts)
         a = first + min(n, cut.at * inner)
-        for start, count in _runs_between(runs, a, min(a + inner, first + n)):
+        for start, count in _slice_runs(runs, a, min(a + inner, first + n)):
             if out and sum(out[-1]) == start:
                 out[-1] = (out[-1][0], out[-1][1] + count)
             else:
@@ -99,9 +101,8 @@ def _apply_cut(runs: _Runs, cut: PlacementCut) -> _Runs:
     return out
 
 
-def _runs_between(runs: _Runs, a: int, b: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts of runs, (first index, number), that are between elements `a` and `b` (not included) of all runs
-    together, counted in the rank's own order."""
+def _slice_runs(runs: _Runs, a: int, b: int) -> Iterator[tuple[int, int]]:
+    """Yield the parts of runs, (first index, number) each, that lie in elements [a, b) of the concatenated runs."""
     at = 0
     for start, n in runs:
         x, y = max(a, at), min(b, at + n)

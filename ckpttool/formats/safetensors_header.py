@@ -23,7 +23,7 @@ from ..index.checkpoint import ITEMSIZE, MAX_NUMEL, PACKED
 from ..storage.source import Source
 from . import other_files
 
-__all__ = ["CODES", "Slot", "header", "open_with_library", "prefetch_headers", "slots", "sort_key"]
+__all__ = ["CODES", "Slot", "check_with_library", "encode_header", "prefetch_headers", "read_slots", "sort_key"]
 
 #: safetensors' dtype code by torch's name, in the order the library sorts by (safetensors/src/tensor.rs, enum Dtype).
 CODES: dict[str, str] = {
@@ -67,13 +67,17 @@ class Slot(NamedTuple):
 
 
 def read_header(source: Source, file: str) -> tuple[dict[str, Slot], dict[str, str]]:
-    """Read and check the header of a file: ({name: slot, its dtype, shape and byte range}, in the order of their bytes;
-    __metadata__, {} where there is none).
+    """Read and check the header of a safetensors file: ({tensor name: slot}, in the order of their bytes; the texts of
+    __metadata__, {} if there are none).
+
+    Args:
+        source: the folder.
+        file: name of the file.
 
     Raises:
-        Corrupt: not a whole safetensors file.
+        Corrupt: it is not a complete safetensors file.
         Unsafe: readers would differ on it, or its header is too large.
-        Unsupported: another format under that name, or a dtype that torch does not have.
+        Unsupported: it is of another format, or has a dtype that torch lacks.
     """
     what = f"{source.root}/{file}"
     size = source.size(file)
@@ -103,7 +107,7 @@ def read_header(source: Source, file: str) -> tuple[dict[str, Slot], dict[str, s
     for name, t in data.items():
         if not name.isascii():
             _check_encodable(name, what)
-        out.append(_check_slot(name, t, 8 + n, what))
+        out.append(_parse_slot(name, t, 8 + n, what))
     out.sort(key=lambda x: x[:2])
     at = 0
     for begin, end, name, _ in out:
@@ -125,10 +129,13 @@ def read_header(source: Source, file: str) -> tuple[dict[str, Slot], dict[str, s
     return {name: slot for _, _, name, slot in out}, meta
 
 
-def open_with_library(source: Source, files: Iterable[str]) -> None:
-    """Open those of `files` that end in .safetensors with the safetensors library, as every loader does; do nothing
-    where the source is not on a local disk. The library maps a file and reads its header, so this takes no memory for
-    tensors.
+def check_with_library(source: Source, files: Iterable[str]) -> None:
+    """Check that the safetensors library, which every loader uses, can open files; the library reads only their
+    headers. Other files than .safetensors are skipped, and nothing is done if the source is not local.
+
+    Args:
+        source: the folder.
+        files: names of the files.
 
     Raises:
         Corrupt: the library refuses one.
@@ -150,10 +157,10 @@ def open_with_library(source: Source, files: Iterable[str]) -> None:
 
 
 def _check_encodable(name: str, what: str) -> None:
-    """Refuse the name of a tensor that UTF-8 cannot encode; `what` names the file in messages.
+    """Check that the name of a tensor can be encoded as UTF-8; `what` names the file in messages.
 
     Raises:
-        Corrupt: it contains half of a surrogate pair.
+        Corrupt: it contains a lone surrogate, half of a character.
     """
     try:
         name.encode()
@@ -163,18 +170,19 @@ def _check_encodable(name: str, what: str) -> None:
         ) from None
 
 
-def _check_slot(name: str, t: object, base: int, what: str) -> tuple[int, int, str, Slot]:
-    """Check the header's entry of one tensor: (first byte and end of its data, counted from `base`; its name; the slot,
-    with its bytes in the file).
+def _parse_slot(name: str, t: object, base: int, what: str) -> tuple[int, int, str, Slot]:
+    """Check the header's entry of one tensor and parse it: (first byte and end of its data, relative to `base`; its
+    name; its slot, with its byte range in the file).
 
     Args:
+        name: of the tensor.
         t: the entry, as parsed from JSON.
-        base: where the data of all tensors begins in the file.
+        base: offset in the file at which the data of all tensors begins.
         what: names the file in messages.
 
     Raises:
         Corrupt: the entry is damaged.
-        Unsupported: torch has no such dtype or shape.
+        Unsupported: torch has no such dtype, or not with that shape.
     """
     if not isinstance(t, dict) or set(t) != {"dtype", "shape", "data_offsets"}:
         raise Corrupt(f'{what}: the entry of "{name}" is damaged.', code="CKPT0406")
@@ -207,14 +215,14 @@ def prefetch_headers(source: Source, files: Iterable[str]) -> None:
     source.prefetch((f, 0, min(source.size(f), _USUAL_HEADER_BYTES)) for f in files)
 
 
-def slots(source: Source, file: str) -> dict[str, Slot]:
-    """Read the tensors in the header of a file: {name: slot, its dtype, shape and byte range}, in the order of their
-    bytes.
+def read_slots(source: Source, file: str) -> dict[str, Slot]:
+    """Read the tensors in the header of a safetensors file: {tensor name: slot, its dtype, shape and byte range}, in
+    the order of their bytes.
 
     Raises:
-        Corrupt: not a whole safetensors file.
+        Corrupt: it is not a complete safetensors file.
         Unsafe: readers would differ on it, or its header is too large.
-        Unsupported: another format under that name, or a dtype that torch does not have.
+        Unsupported: it is of another format, or has a dtype that torch lacks.
     """
     return read_header(source, file)[0]
 
@@ -225,15 +233,15 @@ def sort_key(name: str, dtype: str) -> tuple[int, str]:
     return -_RANK[dtype], name
 
 
-def header(tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
-    """Make the first bytes of a safetensors file, its header, byte for byte as the library writes them.
+def encode_header(tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
+    """Return the header of a safetensors file, from its first byte on, byte for byte as the library writes it.
 
     Args:
         tensors: (name, dtype, shape) of each, in the order of their bytes.
         metadata: the texts of `__metadata__`; {} leaves it out.
 
     Raises:
-        Unsupported: a tensor has the name that the format keeps for its metadata.
+        Unsupported: a tensor is named "__metadata__", which the format reserves.
     """
     entries: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     at = 0

@@ -55,7 +55,12 @@ import os; os._exit(0)
 
 def run_in_child(function: str, argument: str, work_bytes: int, text: bytes = b"") -> bytes:
     """Call a function of ours with one string in a child process of limited time and memory, and return the bytes that
-    it returns; `stream_from_child` has the arguments and the errors. `text` is what the child reads from stdin."""
+    it returns. Errors are those of `stream_from_child`.
+
+    Args:
+        function, argument, work_bytes: as for `stream_from_child`.
+        text: what the child reads from stdin.
+    """
     return stream_from_child(function, argument, work_bytes, [text], lambda out: out.read())
 
 
@@ -63,19 +68,19 @@ def stream_from_child(
     function: str, argument: str, work_bytes: int, data: Iterable[bytes], receive: Callable[[IO[bytes]], T]
 ) -> T:
     """Call a function of ours with one string in a child process of limited time and memory, and return what `receive`
-    makes of the bytes that it returns, while they come.
+    makes of its output, which is read while it arrives.
 
     Args:
-        function: "module:function"; it returns bytes, or yields parts of them, and reads all of stdin before that.
-        argument: the string, which messages begin with.
-        work_bytes: bytes of input, which bound its time and memory; 0 for 20 seconds and no bound of memory.
+        function: "module:function"; it reads all of stdin first, and then returns bytes or yields parts of them.
+        argument: the string, with which messages begin.
+        work_bytes: size of the input in bytes, which determines the limits; 0 for 20 seconds and unlimited memory.
         data: what the child reads from stdin, in blocks.
-        receive: reads what the function returns; raises EOFError where that ends too early.
+        receive: reads the output of the function; raises EOFError if it ends too early.
 
     Raises:
         CkpttoolError: as the function raised it.
-        Unsafe: it took more than its limits.
-        Corrupt: it failed.
+        Unsafe: it exceeded its limits.
+        Corrupt: it failed otherwise.
     """
     seconds = 20 + work_bytes // (2 << 20)
     memory = (1 << 30) + 24 * work_bytes if work_bytes else 0
@@ -103,11 +108,11 @@ def stream_from_child(
         stderr.seek(0)
         said = stderr.read().decode(errors="replace").strip()
     if child.returncode or not complete:
-        raise _error_of_child(child.returncode, said, argument, work_bytes, seconds, memory)
+        raise _make_child_error(child.returncode, said, argument, work_bytes, seconds, memory)
     return found
 
 
-def _error_of_child(
+def _make_child_error(
     status: int, message: str, argument: str, work_bytes: int, seconds: int, memory: int
 ) -> CkpttoolError:
     """Return the error that a child process failed with.

@@ -6,8 +6,8 @@ and sizes of all shards, the state has the rank that wrote it (torch/distributed
 local tensor is follows from the mesh's size, the rank's coordinates, and the placements (placements.py), which cut from
 left to right, or as `shard_order` says (torch/distributed/tensor/_dtensor_spec.py).
 
-`stand_ins` keeps both as `Opaque`; `shards_of` says what one rank has of such a tensor; `make_sharded_tensor` and
-`make_dtensor` make one. The attributes of a DeviceMesh and of a spec are other ones in torch 2.9, 2.10 and 2.13, so
+`make_stand_ins` keeps both as `Opaque`; `read_shards` says what one rank has of such a tensor; `make_sharded_tensor`
+and `make_dtensor` make one. The attributes of a DeviceMesh and of a spec are other ones in torch 2.9, 2.10 and 2.13, so
 those made here are calls of their constructors, which torch 2.10 and later load.
 """
 
@@ -22,8 +22,8 @@ from ..index.checkpoint import ITEMSIZE
 from ..storage.source import ReadAt
 from . import torch_zip
 from .pickle_writer import CommonList
-from .pickles import MEMORY_FORMATS, Global, Opaque, enum_members, resolve_attribute, short
-from .placements import PlacementCut, ShardPiece, local_pieces
+from .pickles import MEMORY_FORMATS, Global, Opaque, make_enum_stand_ins, resolve_attribute, short
+from .placements import PlacementCut, ShardPiece, compute_local_pieces
 from .stored_tensors import StoredTensor, inline_tensors
 from .subclasses import is_subclass
 from .torch_pickles import TensorRef
@@ -32,13 +32,13 @@ __all__ = [
     "Boxes",
     "ShardTable",
     "Shards",
+    "get_local_tensor",
     "is_sharded",
-    "local_tensor",
     "make_dtensor",
     "make_mesh",
     "make_sharded_tensor",
-    "shards_of",
-    "stand_ins",
+    "make_stand_ins",
+    "read_shards",
 ]
 
 _SHARDED = "torch.distributed._shard.sharded_tensor"
@@ -64,9 +64,13 @@ class Shards(NamedTuple):
 Boxes = frozenset[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
-def stand_ins(what: str) -> dict[tuple[str, str], Any]:
-    """Make stand-ins for the classes and calls in files of ranks, {(module, name): what stands for it}: nothing is
-    built, and ShardedTensor and DTensor stay `Opaque`. `what` names the file in messages."""
+def make_stand_ins(what: str) -> dict[tuple[str, str], Any]:
+    """Return stand-ins for the classes and functions in files of ranks: {(module, name): what replaces it}. Nothing is
+    built, and ShardedTensor and DTensor are kept as `Opaque`.
+
+    Args:
+        what: names the file in messages.
+    """
 
     def from_type(func: object, cls: object, args: object, state: object) -> Any:
         """Keep ShardedTensor and DTensor as `Opaque`; handle other classes of tensors as `torch_zip.rebuild_from_type`
@@ -104,9 +108,11 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
         """Return the number of a memory format, in the place of torch's class of them."""
         return number
 
-    formats = enum_members((memory_format, {name: k for k, name in enumerate(MEMORY_FORMATS)}))["builtins", "getattr"]
+    formats = make_enum_stand_ins((memory_format, {name: k for k, name in enumerate(MEMORY_FORMATS)}))[
+        "builtins", "getattr"
+    ]
     out: dict[tuple[str, str], Any] = {("torch._tensor", "_rebuild_from_type_v2"): from_type}
-    out.update(torch_zip.size_stand_in(what))
+    out.update(torch_zip.make_size_stand_in(what))
     for builtins in ("__builtin__", "builtins"):
         out[builtins, "getattr"] = get
     for module in (f"{_SHARDED}.metadata", "torch.distributed.checkpoint.metadata"):
@@ -115,9 +121,9 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
     return out
 
 
-def _attributes_of(x: object) -> dict[str, Any]:
-    """Return the attributes of an instance, pickled as its __dict__ or as (None, {slot: value}); {} of anything
-    else."""
+def _get_attributes(x: object) -> dict[str, Any]:
+    """Return {name: value} of an instance's attributes, pickled as its __dict__ or as (None, {slot: value}); {} for
+    anything else."""
     state = x.state if isinstance(x, Opaque) else None
     if isinstance(state, tuple) and len(state) == 2 and all(isinstance(s, dict | None) for s in state):
         return {**(state[0] or {}), **(state[1] or {})}
@@ -125,29 +131,30 @@ def _attributes_of(x: object) -> dict[str, Any]:
 
 
 def is_sharded(x: object) -> bool:
-    """Whether something out of a pickle is a ShardedTensor or DTensor."""
+    """Return whether an object from a pickle is a ShardedTensor or DTensor."""
     return isinstance(x, Opaque) and x.cls.name in ("ShardedTensor", "DTensor")
 
 
-def local_tensor(x: Opaque) -> Any:
-    """Return the tensor that a DTensor has on the rank that pickled it; None for a ShardedTensor, which may have
+def get_local_tensor(x: Opaque) -> Any:
+    """Return the local tensor of a DTensor, on the rank that pickled it; None for a ShardedTensor, which may have
     several."""
-    return _attributes_of(x).get("_local_tensor")
+    return _get_attributes(x).get("_local_tensor")
 
 
-def shards_of(x: Opaque, key: str, read_at: ReadAt, what: str, tables: dict[int, Boxes]) -> Shards:
-    """Read what a rank's file says of its part of a ShardedTensor or DTensor.
+def read_shards(x: Opaque, key: str, read_at: ReadAt, what: str, tables: dict[int, Boxes]) -> Shards:
+    """Return what one rank's file holds of a ShardedTensor or DTensor.
 
     Args:
         x: the tensor, as pickled.
         key: its name, for messages.
         read_at: reads bytes (offset, length) of the file.
         what: names the file in messages.
-        tables: the lists of all shards that were read, by identity; this one is added.
+        tables: {id of a pickled list of all shards: its boxes}, for lists that several tensors share; a new one is
+            added.
 
     Raises:
         Corrupt: it contradicts itself.
-        Unsupported: a placement that a checkpoint cannot hold, or parts that are tensor subclasses.
+        Unsupported: it has a placement that a checkpoint cannot hold, or parts that are tensor subclasses.
     """
     try:
         return _read_sharded_tensor(x, tables) if x.cls.name == "ShardedTensor" else _read_dtensor(x, read_at, what)
@@ -158,53 +165,58 @@ def shards_of(x: Opaque, key: str, read_at: ReadAt, what: str, tables: dict[int,
 
 
 def _read_sharded_tensor(x: Opaque, tables: dict[int, Boxes]) -> Shards:
-    """Read the shards that a rank has of a pickled ShardedTensor; `tables` are the lists of shards read so far, by
-    identity.
+    """Return what one rank holds of a pickled ShardedTensor.
+
+    Args:
+        x: the tensor, as pickled.
+        tables: {id of a pickled list of all shards: its boxes}; a new one is added.
 
     Raises:
-        ValueError, KeyError, TypeError, IndexError, AttributeError: it does not hold together.
+        ValueError, KeyError, TypeError, IndexError, AttributeError: it contradicts itself, or is malformed.
     """
     local, meta, group = x.state[:3]
-    fields = _attributes_of(meta)
-    shape = _checked_sizes(fields["size"])
+    fields = _get_attributes(meta)
+    shape = _check_sizes(fields["size"])
     dtype = fields["tensor_properties"].state[0].name
     table = fields["shards_metadata"]
     if id(table) not in tables:
-        entries = map(_attributes_of, table)
+        entries = map(_get_attributes, table)
         tables[id(table)] = frozenset(
-            (_checked_sizes(s["shard_offsets"]), _checked_sizes(s["shard_sizes"])) for s in entries
+            (_check_sizes(s["shard_offsets"]), _check_sizes(s["shard_sizes"])) for s in entries
         )
     listed = tables[id(table)]
     pieces = []
-    for shard in map(_attributes_of, local):
-        tensor, place = shard["tensor"], _attributes_of(shard["metadata"])
-        start, size = _checked_sizes(place["shard_offsets"]), _checked_sizes(place["shard_sizes"])
+    for shard in map(_get_attributes, local):
+        tensor, place = shard["tensor"], _get_attributes(shard["metadata"])
+        start, size = _check_sizes(place["shard_offsets"]), _check_sizes(place["shard_sizes"])
         if not isinstance(tensor, StoredTensor) or tensor.shape != size or (start, size) not in listed:
             raise ValueError(f"a shard at {start} of size {size} that its table does not have")
         dtype = tensor.dtype
         pieces.append((start, tensor))
-    ranks = _attributes_of(group)
+    ranks = _get_attributes(group)
     rank, world = ranks.get("global_rank"), ranks.get("global_world_size")
     where = (ranks["local_rank"], ranks["local_world_size"]) if "local_rank" in ranks else None
     return Shards(dtype, shape, pieces, rank, world, where, listed)
 
 
 def _read_dtensor(x: Opaque, read_at: ReadAt, what: str) -> Shards:
-    """Read the local tensor of a pickled DTensor, and compute which boxes of the whole it holds.
+    """Return what one rank holds of a pickled DTensor: its local tensor, and the boxes of the complete tensor that
+    follow from mesh and placements.
 
     Args:
+        x: the tensor, as pickled.
         read_at: reads bytes (offset, length) of the file.
         what: names the file in messages.
 
     Raises:
-        ValueError, KeyError, TypeError, IndexError, AttributeError: it does not hold together.
-        Unsupported: a placement or a subclass that is not read.
+        ValueError, KeyError, TypeError, IndexError, AttributeError: it contradicts itself, or is malformed.
+        Unsupported: it has a placement or a tensor subclass that is not supported.
     """
-    fields = _attributes_of(x)
+    fields = _get_attributes(x)
     tensor, stated = fields["_local_tensor"], fields["_spec"]
-    spec = _attributes_of(stated) or dict(zip(("mesh", "placements", "tensor_meta"), stated.args, strict=True))
+    spec = _get_attributes(stated) or dict(zip(("mesh", "placements", "tensor_meta"), stated.args, strict=True))
     meta = spec["tensor_meta"]
-    shape = _checked_sizes((meta.args or tuple(_attributes_of(meta).values()))[0])
+    shape = _check_sizes((meta.args or tuple(_get_attributes(meta).values()))[0])
     if is_subclass(tensor):
         raise Unsupported(
             f"{what}: holds a DTensor whose parts are {tensor.args[1]}, which ckpttool joins only where "
@@ -214,16 +226,16 @@ def _read_dtensor(x: Opaque, read_at: ReadAt, what: str) -> Shards:
     if not isinstance(tensor, StoredTensor):
         raise ValueError("no local tensor")
     # what torch shows as its dtype and shape: arguments 1 and 2 of torch._utils._rebuild_wrapper_subclass
-    shown = (x.args[1].name, _checked_sizes(x.args[2]))
+    shown = (x.args[1].name, _check_sizes(x.args[2]))
     if shown != (tensor.dtype, shape):
         raise ValueError(f"it shows {shown[0]} of shape {shown[1]}, and is {tensor.dtype} of shape {shape}")
     mesh = spec["mesh"]
     if mesh.call:
-        sizes, at, rank, world = _read_called_mesh(*mesh.args)
+        sizes, at, rank, world = _read_mesh_call(*mesh.args)
     else:
-        sizes, at, rank, world = _read_mesh(_attributes_of(mesh), read_at, what)
+        sizes, at, rank, world = _read_mesh(_get_attributes(mesh), read_at, what)
     kinds = [
-        (p.cls.name, f.get("dim"), f.get("split_factor", 1)) for p in spec["placements"] for f in [_attributes_of(p)]
+        (p.cls.name, f.get("dim"), f.get("split_factor", 1)) for p in spec["placements"] for f in [_get_attributes(p)]
     ]
     if len(kinds) != len(sizes):
         raise ValueError(f"{len(kinds)} placements on a mesh of {len(sizes)} dimensions")
@@ -244,15 +256,16 @@ def _read_dtensor(x: Opaque, read_at: ReadAt, what: str) -> Shards:
             )
         cuts.append(PlacementCut(dim, sizes[d], at[d], split if kind == "_StridedShard" else 1))
         slice_at, slices = slice_at * sizes[d] + at[d], slices * sizes[d]
-    pieces, box = local_pieces(shape, cuts)
+    pieces, box = compute_local_pieces(shape, cuts)
     if tensor.shape != box and prod(tensor.shape) + prod(box):
         raise ValueError(f"a local tensor of {tensor.shape} where mesh and placements leave {box}")
-    held = [(p.start, _local_box(tensor, p)) for p in pieces if prod(p.shape) or not shape]
+    held = [(p.start, _slice_local_tensor(tensor, p)) for p in pieces if prod(p.shape) or not shape]
     return Shards(tensor.dtype, shape, held, rank, world, (slice_at, slices))
 
 
-def _local_box(tensor: StoredTensor, piece: ShardPiece) -> StoredTensor:
-    """Return the box of a rank's local tensor that holds `piece` of the whole, as a view of the same bytes."""
+def _slice_local_tensor(tensor: StoredTensor, piece: ShardPiece) -> StoredTensor:
+    """Return the box of a rank's local tensor that holds `piece` of the complete tensor, as a view of the same
+    storage."""
     at = sum(a * s for a, s in zip(piece.local, tensor.strides, strict=True)) * ITEMSIZE[tensor.dtype]
     return tensor._replace(shape=piece.shape, at=tensor.at + at)
 
@@ -275,9 +288,9 @@ def _read_mesh(mesh: dict[str, Any], read_at: ReadAt, what: str) -> tuple[list[i
     if isinstance(grid, StoredTensor):  # torch < 2.10
         sizes = list(grid.shape)
     else:
-        layout = _attributes_of(mesh["_layout"])
-        axes = [_attributes_of(a)["shape"] for a in layout["axes"]] if "axes" in layout else layout["shape"]
-        sizes = [prod(_flat_ints(a)) for a in axes]
+        layout = _get_attributes(mesh["_layout"])
+        axes = [_get_attributes(a)["shape"] for a in layout["axes"]] if "axes" in layout else layout["shape"]
+        sizes = [prod(_flatten_ints(a)) for a in axes]
     at = list(mesh["_coordinate_on_dim"])
     if len(at) != len(sizes) or not all(type(c) is int and 0 <= c < n for c, n in zip(at, sizes, strict=True)):
         raise ValueError(f"coordinates {at} on a mesh of {sizes}")
@@ -290,13 +303,18 @@ def _read_mesh(mesh: dict[str, Any], read_at: ReadAt, what: str) -> tuple[list[i
     return sizes, at, rank if type(rank) is int else None, world
 
 
-def _read_called_mesh(device: object, ranks: Any, named: Any) -> tuple[list[int], list[int], int | None, int | None]:
-    """Read the arguments of the call that makes a DeviceMesh of one dimension (`make_mesh`); return what `_read_mesh`
-    does.
+def _read_mesh_call(device: object, ranks: Any, named: Any) -> tuple[list[int], list[int], int | None, int | None]:
+    """Read the arguments of the pickled call that creates a one-dimensional DeviceMesh (`make_mesh`), and return what
+    `_read_mesh` returns.
+
+    Args:
+        device: type of the devices, which is ignored.
+        ranks: the ranks in the mesh: 0, 1, ...
+        named: the keyword arguments, {name: value}.
 
     Raises:
-        ValueError: the ranks are not those of a job, or the rank is not among them.
-        KeyError, TypeError: an argument is missing, or is something else.
+        ValueError: the ranks are not consecutive from 0, or the rank is not among them.
+        KeyError, TypeError: an argument is missing or malformed.
     """
     rank, world = named["_rank"], len(ranks)
     if type(rank) is not int or not 0 <= rank < world or list(ranks) != list(range(world)):
@@ -304,11 +322,11 @@ def _read_called_mesh(device: object, ranks: Any, named: Any) -> tuple[list[int]
     return [world], [rank], rank, world
 
 
-def _flat_ints(x: object) -> list[int]:
-    """List the integers in nested tuples or lists, in no particular order.
+def _flatten_ints(x: object) -> list[int]:
+    """Return the integers in nested tuples or lists, in no particular order.
 
     Raises:
-        ValueError: there are more than a mesh has, as in a list that contains itself.
+        ValueError: there are more than a mesh has, as in a list that contains itself, or something else is among them.
     """
     out: list[int] = []
     left = [x]
@@ -325,11 +343,11 @@ def _flat_ints(x: object) -> list[int]:
     raise ValueError(f"{short(x)} is not the shape of a mesh")
 
 
-def _checked_sizes(x: object) -> tuple[int, ...]:
+def _check_sizes(x: object) -> tuple[int, ...]:
     """Return a pickled tuple or list of sizes or offsets as a tuple.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is not up to 64 integers from 0 on.
     """
     if isinstance(x, (tuple, list)) and len(x) <= 64 and all(type(n) is int and n >= 0 for n in x):
         return tuple(x)
@@ -348,21 +366,29 @@ class ShardTable:
 
     def __init__(self, world: int) -> None:
         self.world = world
-        self.places = [_make_place(r) for r in range(world)]
+        self.places = [_make_remote_device(r) for r in range(world)]
         self.specs: dict[str, Opaque] = {}
         self.lists: dict[tuple[tuple[int, int], ...], CommonList] = {}
 
     def shards(self, bounds: tuple[tuple[int, int], ...]) -> CommonList:
-        """Return the ShardMetadata of all ranks that hold something, made once for the same bounds; `bounds` are (first
-        element, end) by rank."""
+        """Return the pickled list of the ShardMetadata of all ranks that hold elements; the same object for the same
+        bounds.
+
+        Args:
+            bounds: (first element, end) of each rank's shard.
+        """
         if bounds not in self.lists:
-            held = [_make_shard(p, a, b) for p, (a, b) in zip(self.places, bounds, strict=True) if a < b]
+            held = [_make_shard_metadata(p, a, b) for p, (a, b) in zip(self.places, bounds, strict=True) if a < b]
             self.lists[bounds] = CommonList(held)
         return self.lists[bounds]
 
     def spec(self, key: str) -> Opaque:
-        """Return the ChunkShardingSpec of the tensor with this name. Each has a list of its own: what a pickle only
-        refers to must not be larger than a multiple of its bytes (`pickles.load`)."""
+        """Return the pickled ChunkShardingSpec of a tensor. Each tensor has its own list of placements, since shared
+        references in a pickle may not expand to more than a multiple of its bytes (`pickles.load`).
+
+        Args:
+            key: name of the tensor.
+        """
         if key not in self.specs:
             fields = {"dim": 0, "placements": CommonList(self.places)}
             chunks = "torch.distributed._shard.sharding_spec.chunk_sharding_spec"
@@ -388,7 +414,7 @@ def make_sharded_tensor(
     strided = Opaque(Global("torch.serialization", "_get_layout"), ("torch.strided",), call=True)
     local = []
     if ref is not None:
-        own = _make_shard(_make_place(rank), *bounds[rank])
+        own = _make_shard_metadata(_make_remote_device(rank), *bounds[rank])
         local.append(_make_instance(f"{_SHARDED}.shard", "Shard", (None, {"tensor": ref, "metadata": own})))
     memory = Opaque(Global(f"{_SHARDED}.metadata", "MEM_FORMAT_ENCODING"), (0,), call=True)
     properties = _make_instance(f"{_SHARDED}.metadata", "TensorProperties", (kind, strided, True, memory, False))
@@ -418,8 +444,14 @@ def make_sharded_tensor(
 
 
 def make_mesh(device: str, world: int, rank: int) -> Opaque:
-    """Make the record of a DeviceMesh of one dimension, "fsdp", as a rank pickles it: the call of its constructor,
-    which asks for no process group, and the name of the group of all ranks."""
+    """Return the pickled record of a one-dimensional DeviceMesh, "fsdp", on one rank: a call of its constructor that
+    creates no process group, and the name of the group of all ranks.
+
+    Args:
+        device: type of the devices, such as "cuda".
+        world: number of ranks.
+        rank: the rank that the file is of.
+    """
     cls = Global("torch.distributed.device_mesh", "DeviceMesh")
     constructor: Any = Opaque(Global("functools", "partial"), (cls,), call=True)
     constructor.state = (cls, (), {"mesh_dim_names": ("fsdp",), "_init_backend": False, "_rank": rank}, None)
@@ -429,11 +461,11 @@ def make_mesh(device: str, world: int, rank: int) -> Opaque:
 
 
 def make_dtensor(mesh: Opaque, shape: tuple[int, ...], local: object, dtype: str) -> Opaque:
-    """Make the record of a DTensor that is cut along dimension 0.
+    """Return the pickled record of a DTensor that is sharded along dimension 0.
 
     Args:
-        mesh: that of `make_mesh`; one for all tensors of a file, which share it.
-        shape: of the whole.
+        mesh: what `make_mesh` returned; all tensors of a file share one.
+        shape: of the complete tensor.
         local: the rows of this rank, as they are pickled.
         dtype: torch's name of the dtype.
     """
@@ -464,14 +496,19 @@ def _make_instance(module: str, name: str, state: object) -> Opaque:
     return out
 
 
-def _make_place(rank: int) -> Opaque:
-    """Make the record of a torch.distributed._remote_device: where a shard is."""
+def _make_remote_device(rank: int) -> Opaque:
+    """Return the pickled record of a torch.distributed._remote_device, the placement of a rank's shard."""
     device = Opaque(Global("torch", "device"), ("cpu",), call=True)
     fields = {"_worker_name": None, "_rank": rank, "_device": device}
     return _make_instance("torch.distributed.remote_device", "_remote_device", fields)
 
 
-def _make_shard(place: Opaque, a: int, b: int) -> Opaque:
-    """Make the record of a ShardMetadata, of elements [a, b) at a place."""
+def _make_shard_metadata(place: Opaque, a: int, b: int) -> Opaque:
+    """Return the pickled record of a ShardMetadata for elements [a, b).
+
+    Args:
+        place: the placement, a pickled _remote_device.
+        a, b: first element and end.
+    """
     fields = {"shard_offsets": [a], "shard_sizes": [b - a], "placement": place}
     return _make_instance("torch.distributed._shard.metadata", "ShardMetadata", (None, fields))

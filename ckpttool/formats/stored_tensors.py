@@ -14,7 +14,7 @@ from ..index.composites import Composite
 from ..index.records import Extent, Record
 from ..storage.source import ReadAt
 from .crc import crc32
-from .pickles import Global, Opaque, children, map_children
+from .pickles import Global, Opaque, list_children, map_children
 from .subclasses import is_subclass, split_subclass
 
 __all__ = [
@@ -26,10 +26,10 @@ __all__ = [
     "flatten_like_dcp",
     "flatten_tree",
     "inline_tensors",
-    "leaves",
+    "iter_tensors",
+    "list_mapping_items",
     "map_tensors",
-    "mapping_items",
-    "tensors_in",
+    "read_leaves",
 ]
 
 
@@ -58,17 +58,17 @@ class StoredTensor(NamedTuple):
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements lie row-major without gaps."""
+        """Return whether the elements are contiguous in row-major order."""
         return boxes.is_row_major(self.shape, self.strides)
 
     @property
     def numel(self) -> int:
-        """Count the elements."""
+        """Return the number of elements."""
         return prod(self.shape)
 
     @property
     def span(self) -> int:
-        """Count the bytes in the file from the first element to the end of the last."""
+        """Return the number of bytes from the first element to the end of the last."""
         return boxes.span(self.shape, self.strides) * ITEMSIZE[self.dtype]
 
     @property
@@ -93,11 +93,7 @@ class Size(tuple[int, ...]):
 
 
 def map_tensors(x: object, f: Callable[[StoredTensor], Any], of_size: Callable[[Size], Any] = lambda size: size) -> Any:
-    """Copy a tree of containers with every StoredTensor replaced by `f` of it, and every `Size` by `of_size` of it.
-
-    Raises:
-        Unsupported: a storage is in it that no tensor is made of.
-    """
+    """Return a copy of a tree of containers with `f` applied to every StoredTensor, and `of_size` to every `Size`."""
     if isinstance(x, StoredTensor):
         return f(x)
     if isinstance(x, Storage):
@@ -110,24 +106,28 @@ def map_tensors(x: object, f: Callable[[StoredTensor], Any], of_size: Callable[[
     return map_children(x, lambda part: map_tensors(part, f, of_size))
 
 
-def tensors_in(x: object) -> Iterator[StoredTensor]:
-    """Yield every StoredTensor inside a value."""
+def iter_tensors(x: object) -> Iterator[StoredTensor]:
+    """Return an iterator over every StoredTensor in a value, at any depth."""
     found: list[StoredTensor] = []
     map_tensors(x, lambda t: found.append(t))
     return iter(found)
 
 
-def leaves(tree: object, path: Path, file: int, read_at: ReadAt, what: str) -> tuple[dict[Path, Any], list[Record]]:
-    """Take a tree apart below `path`: ({path: TensorEntry, Composite or plain value}, the CRC32s of the storages).
+def read_leaves(
+    tree: object, path: Path, file: int, read_at: ReadAt, what: str
+) -> tuple[dict[Path, Any], list[Record]]:
+    """Flatten a tree from a torch.save file: ({path: TensorEntry, Composite or plain value}, records of the storages
+    with their CRC32s).
 
-    Dicts with string keys, and lists that hold tensors or dicts, are taken apart, as DCP does. An object of a tensor
-    subclass is a `Composite`. Anything else is one value, whose tensors are read (`inline_tensors`).
+    Dicts with string keys, and lists that hold tensors or dicts, are flattened, as DCP does. An object of a tensor
+    subclass becomes a `Composite`. Anything else is one value, and the bytes of tensors inside it are read
+    (`inline_tensors`).
 
     Args:
         tree: what a torch.save file holds.
-        path: the path at which the tree begins.
+        path: the path of the tree itself.
         file: number of the file in the checkpoint's list of files.
-        read_at: reads bytes (offset, length) of it.
+        read_at: reads bytes (offset, length) of the file.
         what: names the file in messages.
 
     Raises:
@@ -158,18 +158,19 @@ def leaves(tree: object, path: Path, file: int, read_at: ReadAt, what: str) -> t
 
 
 def flatten_tree(tree: object, path: Path = ()) -> dict[Path, Any]:
-    """Take a tree apart below `path` into {path: leaf}: dicts with string keys, and lists that hold tensors or dicts.
-    The leaves stay as they are."""
+    """Flatten a tree to {path: leaf}, each path beginning with `path`: dicts with string keys, and lists that hold
+    tensors or dicts, are flattened; the leaves are unchanged."""
     found: dict[Path, Any] = {}
     _flatten(path, tree, found)
     return found
 
 
 def _flatten(path: Path, x: Any, out: dict[Path, Any]) -> bool:
-    """Put the leaves of `x`, which is at `path`, into `out`, {path: leaf}, and return whether it was taken apart.
+    """Add the leaves of `x`, which is at `path`, to `out`, {path: leaf}; return whether `x` was flattened, or is itself
+    a leaf.
 
-    A list is, where that takes an item of it apart or an item is a tensor; DCP's planner has no key for the items of
-    another list, such as [{}], [{6: 1}] or [[[1]]].
+    A list is flattened if one of its items is, or is a tensor; DCP's planner has no keys for the items of other lists,
+    such as [{}], [{6: 1}] or [[[1]]].
     """
     if isinstance(x, dict) and x and all(isinstance(k, str) for k in x):
         for k, v in x.items():
@@ -192,8 +193,9 @@ def _flatten(path: Path, x: Any, out: dict[Path, Any]) -> bool:
     return False
 
 
-def mapping_items(x: object) -> list[tuple[Any, Any]] | None:
-    """List the items of a dict, or of an instance of one of the dicts of `collections`; None for anything else."""
+def list_mapping_items(x: object) -> list[tuple[Any, Any]] | None:
+    """Return the (key, value) items of a dict, or of an instance of collections.Counter or collections.defaultdict;
+    None for anything else."""
     if isinstance(x, dict):
         return list(x.items())
     if isinstance(x, Opaque) and x.cls in _DICTS:
@@ -207,15 +209,19 @@ _DICTS = frozenset((Global("collections", "Counter"), Global("collections", "def
 
 
 def flatten_like_dcp(x: object, path: Path) -> dict[Path, Any]:
-    """Return the entries, {path: value}, that torch makes of a dict at `path` with keys that are not text when it saves
-    and loads a state dict with DCP.
+    """Return the entries, {path: value}, to which DCP flattens a dict with keys that are not strings when torch saves
+    and loads a state dict.
 
-    There is one for each key, which becomes text, and of a list in it one for each element where a dict is inside. Any
-    other value, and one with arrays inside, is one entry.
+    Each key is converted to a string and becomes an entry; a list with a dict inside becomes an entry for each of its
+    items. Any other value, a dict that holds arrays, or one whose keys would collide as strings, remains one entry.
 
     Source: traverse_state_dict of torch/distributed/checkpoint/_traverse.py (2.13).
+
+    Args:
+        x: the value.
+        path: its path.
     """
-    whole = mapping_items(x) is None or not _has_other_keys(x) or _holds_array(x)
+    whole = list_mapping_items(x) is None or not _has_non_string_keys(x) or _holds_array(x)
     found = [] if whole else list(_walk_like_dcp(x, path))
     unambiguous = len({joined(p) for p, _ in found}) == len(found)  # {1: ..., "1": ...} has two entries of one name
     return dict(found) if found and unambiguous else {path: x}
@@ -223,7 +229,7 @@ def flatten_like_dcp(x: object, path: Path) -> dict[Path, Any]:
 
 def _walk_like_dcp(x: object, path: Path) -> Iterator[tuple[Path, Any]]:
     """Yield (path, value) of the entries that DCP makes of a value at `path`."""
-    items = mapping_items(x)
+    items = list_mapping_items(x)
     if items is not None:
         for k, v in items:
             yield from _walk_like_dcp(v, (*path, str(k)))
@@ -234,33 +240,34 @@ def _walk_like_dcp(x: object, path: Path) -> Iterator[tuple[Path, Any]]:
         yield path, x
 
 
-def _has_other_keys(x: object) -> bool:
-    """Whether a dict, or one inside it, has a key that is not text, or is of a class of its own."""
-    items = mapping_items(x)
+def _has_non_string_keys(x: object) -> bool:
+    """Return whether a dict, or one inside it, has a key that is not a string, or is an instance of a dict class of
+    `collections`."""
+    items = list_mapping_items(x)
     if items is None:
-        return isinstance(x, list) and any(map(_has_other_keys, x))
-    return isinstance(x, Opaque) or any(type(k) is not str or _has_other_keys(v) for k, v in items)
+        return isinstance(x, list) and any(map(_has_non_string_keys, x))
+    return isinstance(x, Opaque) or any(type(k) is not str or _has_non_string_keys(v) for k, v in items)
 
 
 def _holds_mapping(x: list[Any]) -> bool:
-    """Whether a list has a dict inside, also in lists of it."""
-    return any(mapping_items(v) is not None or (isinstance(v, list) and _holds_mapping(v)) for v in x)
+    """Return whether a list holds a dict, directly or in nested lists."""
+    return any(list_mapping_items(v) is not None or (isinstance(v, list) and _holds_mapping(v)) for v in x)
 
 
 def _holds_array(x: object) -> bool:
-    """Whether a value has tensors inside."""
+    """Return whether a value holds an `Inline` tensor, at any depth."""
     todo = [x]
     while todo:
         v = todo.pop()
         if isinstance(v, Inline):
             return True
-        todo.extend(children(v))
+        todo.extend(list_children(v))
     return False
 
 
 def _is_optimizer_state(path: Path, x: object) -> bool:
-    """Whether a value at `path` is the state of an optimizer that numbers its parameters, {0: {"exp_avg": ...}}, which
-    are named later."""
+    """Return whether a value at `path` is the state of an optimizer that numbers its parameters, {0: {"exp_avg": ...}},
+    to which names are given later."""
     return (
         isinstance(x, dict)
         and bool(x)
@@ -271,20 +278,21 @@ def _is_optimizer_state(path: Path, x: object) -> bool:
 
 
 def inline_tensors(x: object, read_at: ReadAt, what: str, most: int = 64 << 20) -> Any:
-    """Return a value with each StoredTensor in it replaced by an `Inline` tensor, which has its bytes, and each size as
-    torch pickles it.
+    """Return a value with each StoredTensor in it replaced by an `Inline` tensor, whose bytes are read, and each `Size`
+    by the call that torch pickles.
 
     Args:
+        x: the value.
         read_at: reads bytes (offset, length) of the file.
         what: names the value in messages.
-        most: bytes that the tensors may have together.
+        most: the largest total size of the tensors in bytes.
 
     Raises:
-        Unsupported: they have more.
-        Corrupt: bytes do not match their CRC32.
+        Unsupported: they are larger.
+        Corrupt: their storage does not match its CRC32.
     """
     try:
-        total = sum(max(t.storage.length, prod(t.shape) * ITEMSIZE[t.dtype]) for t in tensors_in(x))
+        total = sum(max(t.storage.length, prod(t.shape) * ITEMSIZE[t.dtype]) for t in iter_tensors(x))
     except Unsupported as e:
         raise Unsupported(f"{what}: {e}", code=e.code) from None
     if total > most:
@@ -312,8 +320,8 @@ _NUMBERS = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "i
 
 
 def decode_number(dtype: str, data: bytes) -> float | int | None:
-    """Decode the bytes of one element; None for a dtype that no counter has (float64, float32, float16, bfloat16, int64
-    and int32 are decoded), or for more or fewer bytes."""
+    """Decode the bytes of one element of float64, float32, float16, bfloat16, int64 or int32 as a Python number; None
+    for any other dtype, or another number of bytes."""
     if dtype == "bfloat16" and len(data) == 2:
         dtype, data = "float32", b"\0\0" + data
     code = _NUMBERS.get(dtype)
@@ -322,8 +330,12 @@ def decode_number(dtype: str, data: bytes) -> float | int | None:
 
 
 def gather_strided(raw: bytes, t: StoredTensor) -> bytes:
-    """Gather the row-major bytes of a strided tensor; `raw` are the bytes from its first element to the end of its
-    last."""
+    """Return the elements of a strided tensor as row-major bytes.
+
+    Args:
+        raw: the bytes from the tensor's first element to the end of its last.
+        t: the tensor.
+    """
     import numpy as np
 
     item = ITEMSIZE[t.dtype]

@@ -7,11 +7,11 @@ torch pickles an object of a subclass that has no storage of its own as
 
 where `state` is the object's __dict__, with the tensors that it is made of (torch/_tensor.py, `_reduce_ex_internal`).
 The call is kept as an `Opaque`; `split_subclass` makes of it the value that index/composites.py describes and the
-tensors inside, and `put_together` the call again. `dense_inside` knows the classes that only accompany a dense weight
-through training.
+tensors inside, and `make_composite_call` the call again. `get_dense_tensor` knows the classes that only accompany a
+dense weight through training.
 
 TransformerEngine's quantised tensors are pickled as a call of a function of their own with what they are made of
-(`_CALLS`); `call_of_transformer_engine` turns that into the call above, and `rebuild_call` back. Source:
+(`_CALLS`); `convert_transformer_engine_args` turns that into the call above, and `make_rebuild_call` back. Source:
 TransformerEngine 2.20, pytorch/tensor (`__reduce_ex__` of each class).
 """
 
@@ -30,12 +30,12 @@ __all__ = [
     "REBUILD",
     "TRANSFORMER_ENGINE",
     "WRAPPER",
-    "call_of_transformer_engine",
-    "dense_inside",
+    "convert_transformer_engine_args",
+    "get_dense_tensor",
     "is_subclass",
-    "placeholder",
-    "put_together",
-    "rebuild_call",
+    "make_composite_call",
+    "make_placeholder",
+    "make_rebuild_call",
     "split_subclass",
 ]
 
@@ -92,29 +92,36 @@ _DENSE = {
 
 
 def is_subclass(x: object) -> bool:
-    """Whether something out of a pickle is an object of a tensor subclass."""
+    """Return whether an object from a pickle is an instance of a tensor subclass, pickled as a call that rebuilds
+    it."""
     return isinstance(x, Opaque) and x.call and x.cls == REBUILD and x.args[:1] == (WRAPPER,)
 
 
-def dense_inside(cls: Global, state: object) -> Any:
-    """Return the dense tensor that an object of a training wrapper, a class of torchao around a dense weight, holds in
-    its pickled state; None for all other classes."""
+def get_dense_tensor(cls: Global, state: object) -> Any:
+    """Return the dense tensor inside an object of one of torchao's training wrappers, classes that only accompany a
+    dense weight; None for all other classes.
+
+    Args:
+        cls: class of the object.
+        state: its pickled state.
+    """
     name = _DENSE.get(cls.name)
     if name is None or cls.module.partition(".")[0] != "torchao" or not isinstance(state, dict):
         return None
     return state.get(name)
 
 
-def call_of_transformer_engine(name: str, args: tuple[Any, ...], what: str) -> tuple[Any, ...]:
-    """Turn the arguments with which TransformerEngine pickles a quantised tensor into those of `REBUILD`.
+def convert_transformer_engine_args(name: str, args: tuple[Any, ...], what: str) -> tuple[Any, ...]:
+    """Convert the arguments of the call that TransformerEngine pickles for a quantised tensor to those of `REBUILD`:
+    (`WRAPPER`, class, arguments of `WRAPPER`, state).
 
     Args:
-        name: the class of the tensor.
-        args: what its function is called with.
+        name: name of the tensor's class.
+        args: the arguments of the pickled call.
         what: names the file in messages.
 
     Raises:
-        Corrupt: no version of TransformerEngine calls it so.
+        Corrupt: no version of TransformerEngine writes such a call.
     """
     module, function, names = _CALLS[name]
     cls = Global(f"{_TENSORS}.{module}", name)
@@ -128,24 +135,25 @@ def call_of_transformer_engine(name: str, args: tuple[Any, ...], what: str) -> t
     return WRAPPER, cls, (cls, dtype, size, boxes.strides(size), 0, None, None, False), state
 
 
-def placeholder(name: str) -> Opaque:
-    """Make what stands, in the value that describes a tensor subclass, for the tensor `name` inside it."""
+def make_placeholder(name: str) -> Opaque:
+    """Return the object that replaces the inner tensor `name` in the value that describes a tensor subclass."""
     return Opaque(_PLACEHOLDER, (name,), call=True)
 
 
 def split_subclass(x: Opaque, kind: type, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a pickled object of a tensor subclass: (the value that describes it, with a placeholder for each tensor
-    inside; {name: tensor inside}).
+    """Split a pickled object of a tensor subclass: (the value that describes it, with placeholders for the inner
+    tensors; {name: inner tensor}).
 
-    The value has "class", "dtype", "shape", "tensors" (their names), "state", and "stride" and "requires_grad" where
-    they are not the usual.
+    The value has the keys "class", "dtype", "shape", "tensors" (their names) and "state"; "stride" and "requires_grad"
+    only where they are not the default.
 
     Args:
-        kind: the Python class by which tensors inside are recognised.
+        x: the object.
+        kind: the Python class of inner tensors.
         what: names the object in messages.
 
     Raises:
-        Corrupt: it is not pickled as torch does.
+        Corrupt: torch does not pickle an object so.
     """
     _, cls, args, state = x.args
     if not isinstance(args, tuple) or len(args) != 8 or args[0] != cls:
@@ -171,17 +179,18 @@ def split_subclass(x: Opaque, kind: type, what: str) -> tuple[dict[str, Any], di
 
 
 def _replace_tensors(x: Any, at: tuple[str, ...], kind: type, tensors: dict[str, Any]) -> Any:
-    """Return a tree with a placeholder for every tensor in it, which is added to `tensors`, {name: tensor}, under the
-    name of its place.
+    """Return a copy of a tree with a placeholder for every tensor.
 
     Args:
-        at: the keys that lead to the tree.
-        kind: the Python class by which tensors are recognised.
+        x: the tree.
+        at: the keys that lead to it; joined by dots, they name a tensor.
+        kind: the Python class of tensors.
+        tensors: gets {name: tensor}.
     """
     if isinstance(x, kind):
         name = ".".join(at)
         tensors[name] = x
-        return placeholder(name)
+        return make_placeholder(name)
     if isinstance(x, dict):
         return type(x)((k, _replace_tensors(v, (*at, str(k)), kind, tensors)) for k, v in x.items())
     if type(x) in (list, tuple):
@@ -204,15 +213,16 @@ def _replace_tensors(x: Any, at: tuple[str, ...], kind: type, tensors: dict[str,
     return x
 
 
-def put_together(found: Composite, tensors: Mapping[str, object]) -> Opaque:
-    """Make the pickled call that makes a tensor subclass again.
+def make_composite_call(found: Composite, tensors: Mapping[str, object]) -> Opaque:
+    """Return the pickled call that rebuilds a tensor subclass.
 
     Args:
         found: the tensor subclass.
-        tensors: {name of a tensor inside: what stands for it in the pickle to write}.
+        tensors: {name of an inner tensor: what represents it in the pickle}.
 
     Raises:
-        Unsupported: it is an object on some ranks only, and a plain tensor on others.
+        Unsupported: it is split among ranks so that no single object can hold it: with scales padded for each rank, or
+            as a plain tensor on some ranks.
     """
     if "parts" in found.about and has_padded_scales(found.about):
         raise Unsupported(
@@ -227,15 +237,15 @@ def put_together(found: Composite, tensors: Mapping[str, object]) -> Opaque:
             f"{argument('dequantize', ['optim.*'])} writes plain numbers.",
             code="CKPT0319",
         )
-    return rebuild_call(found.about, tensors)
+    return make_rebuild_call(found.about, tensors)
 
 
-def rebuild_call(about: Mapping[str, Any], tensors: Mapping[str, Any]) -> Opaque:
-    """Make the pickled call that rebuilds a tensor subclass.
+def make_rebuild_call(about: Mapping[str, Any], tensors: Mapping[str, Any]) -> Opaque:
+    """Return the pickled call that rebuilds a tensor subclass.
 
     Args:
-        about: the value that describes it.
-        tensors: {name of a tensor inside: what stands for it in the pickle to write}.
+        about: the value that describes it, as `split_subclass` returns it.
+        tensors: {name of an inner tensor: what represents it in the pickle}.
     """
     cls = Global(*about["class"])
     shape = tuple(about["shape"])

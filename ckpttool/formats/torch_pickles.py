@@ -12,7 +12,7 @@ from .pickle_writer import dump_pieces
 from .pickles import Global, Opaque, map_children
 from .stored_tensors import Inline
 from .torch_zip import STORAGE_NAMES
-from .zip_bytes import central_directory, local_header
+from .zip_bytes import make_central_directory, make_local_header
 
 __all__ = ["TensorRef", "make_head", "make_head_pieces", "pickle_pieces", "pickle_tree", "save_small_file"]
 
@@ -27,7 +27,7 @@ class TensorRef(NamedTuple):
     first: int = 0
 
     def reduce(self) -> tuple[Global, tuple[Any, ...]]:
-        """Return the call by which torch puts the tensor together: (function, arguments)."""
+        """Return the call by which torch rebuilds the tensor: (function, arguments)."""
         hooks = Opaque(Global("collections", "OrderedDict"), (), call=True)
         rest = (self.first, self.shape, boxes.strides(self.shape), False, hooks)
         if self.dtype in STORAGE_NAMES:
@@ -45,11 +45,13 @@ def pickle_tree(tree: object) -> bytes:
 
 
 def pickle_pieces(tree: object) -> list[bytes]:
-    """Make data.pkl, the pickle in a torch.save file, from a tree of plain values with a `TensorRef` for every tensor:
-    its bytes in pieces (`dump_pieces`).
+    """Return data.pkl, the pickle in a torch.save file, in pieces to be joined (`dump_pieces`).
+
+    Args:
+        tree: plain values, with a `TensorRef` for every tensor.
 
     Raises:
-        TypeError: something in it is of a type that no checkpoint has.
+        TypeError: an object in it is of a type that no checkpoint has.
     """
 
     def persistent(x: object) -> tuple[Any, ...] | None:
@@ -65,10 +67,10 @@ def pickle_pieces(tree: object) -> list[bytes]:
 
 
 def save_small_file(value: object) -> bytes:
-    """Make the bytes of a whole torch.save file of a value; `Inline` tensors become tensors.
+    """Return the bytes of a complete torch.save file that holds a value; `Inline` tensors become tensors.
 
     Raises:
-        TypeError: something in it is of a type that no checkpoint has.
+        TypeError: an object in it is of a type that no checkpoint has.
     """
     data: list[bytes] = []
 
@@ -86,22 +88,27 @@ def save_small_file(value: object) -> bytes:
     for name, body in members[:2] + [(f"data/{i}", b) for i, b in enumerate(data)] + members[2:]:
         crc = crc32(body)
         records.append((f"archive/{name}", len(out), len(body), crc, False))
-        out += local_header(f"archive/{name}", len(body), crc, len(out), 64) + body
-    return bytes(out + central_directory(records, len(out)))
+        out += make_local_header(f"archive/{name}", len(body), crc, len(out), 64) + body
+    return bytes(out + make_central_directory(records, len(out)))
 
 
 def make_head(root: str, pkl: bytes) -> tuple[bytes, list[tuple[str, int, int, int, bool]]]:
-    """Make the first bytes of a torch.save file as `make_head_pieces` does, from the bytes of its data.pkl."""
+    """Return the first records of a torch.save file as `make_head_pieces` does, but joined: (bytes, directory entries).
+
+    Args:
+        root: the folder in the zip that all records are in.
+        pkl: the bytes of data.pkl.
+    """
     pieces, records = make_head_pieces(root, [pkl])
     return b"".join(pieces), records
 
 
 def make_head_pieces(root: str, pkl: list[bytes]) -> tuple[list[bytes], list[tuple[str, int, int, int, bool]]]:
-    """Make the first bytes of a torch.save file, data.pkl and the small records: (bytes in pieces, their entries (name,
-    offset of the header, bytes, CRC32, False) for the zip's directory).
+    """Return the first records of a torch.save file, data.pkl and some small ones: (bytes in pieces, directory entries
+    (name, offset of the local header, bytes, CRC32, False), as `make_central_directory` takes them).
 
     Args:
-        root: the folder that all records are in.
+        root: the folder in the zip that all records are in.
         pkl: the bytes of data.pkl, in pieces.
     """
     out: list[bytes] = []
@@ -113,7 +120,7 @@ def make_head_pieces(root: str, pkl: list[bytes]) -> tuple[list[bytes], list[tup
         for piece in body:
             crc = crc32(piece, crc)
         records.append((f"{root}/{name}", at, size, crc, False))
-        header = local_header(f"{root}/{name}", size, crc, at, 64)
+        header = make_local_header(f"{root}/{name}", size, crc, at, 64)
         out += [header, *body]
         at += len(header) + size
     return out, records

@@ -27,21 +27,21 @@ from .common_lists import CommonLists
 from .crc import crc32
 from .pickles import Global, Opaque, Refused, Truncated, is_dangerous, load, short
 from .stored_tensors import Size, Storage, StoredTensor, map_tensors
-from .subclasses import REBUILD, TRANSFORMER_ENGINE, WRAPPER, call_of_transformer_engine, dense_inside
-from .zip_bytes import ZipRecord, first_record_name, is_zip, torchscript_error, zip_records
+from .subclasses import REBUILD, TRANSFORMER_ENGINE, WRAPPER, convert_transformer_engine_args, get_dense_tensor
+from .zip_bytes import ZipRecord, is_zip, read_first_record_name, read_zip_records, torchscript_error
 
 __all__ = [
     "MAX_PICKLE_BYTES",
     "STORAGE_NAMES",
     "drop_attributes",
     "find_storages",
-    "name_at_save",
+    "make_size_stand_in",
     "read",
     "read_directory",
+    "read_name_at_save",
     "rebuild_from_type",
-    "refuse_copied",
-    "refuse_other_rank",
-    "size_stand_in",
+    "refuse_copied_file",
+    "refuse_file_of_other_rank",
 ]
 
 #: torch's storage classes by dtype (torch/storage.py, _dtype_to_storage_type_map); newer dtypes have none and are
@@ -66,61 +66,65 @@ _DTYPE_OF_STORAGE = {v: k for k, v in STORAGE_NAMES.items()}
 MAX_PICKLE_BYTES = 256 << 20
 
 
-def _malformed(what: str, problem: str) -> Corrupt:
-    """Make the error for a file that torch.save cannot have written: `what` names the file, `problem` is the reason."""
+def _malformed_error(what: str, problem: str) -> Corrupt:
+    """Return, without raising it, the error for a file that torch.save cannot have written.
+
+    Args:
+        what: names the file.
+        problem: what is wrong with it, a clause.
+    """
     return Corrupt(
         f"{what}: {problem}. torch.save does not write that: the file is damaged. Use another copy.", code="CKPT0407"
     )
 
 
-def name_at_save(read_at: ReadAt, length: int) -> str | None:
-    """Return the name under which torch.save wrote a file, without its ending: the root folder of its records.
-
-    It is None for a legacy file, and for one that was written to an open file ("archive").
+def read_name_at_save(read_at: ReadAt, length: int) -> str | None:
+    """Return the name, without extension, under which torch.save wrote a file: the root folder of its records. None for
+    a legacy file, and for one that was saved to a file object ("archive").
 
     Source: caffe2/serialize/inline_container.cc, PyTorchStreamWriter::setup.
 
     Args:
         read_at: reads bytes (offset, length) of the file.
-        length: bytes of the file.
+        length: size of the file in bytes.
     """
     head = read_at(0, min(length, 300))
     if len(head) < 30 or not is_zip(head):  # a local header has 30 bytes
         return None
-    root = first_record_name(head).partition("/")[0]
+    root = read_first_record_name(head).partition("/")[0]
     return None if root == "archive" else root
 
 
-def refuse_other_rank(read_at: ReadAt, length: int, what: str, allow_equal_ranks: bool) -> list[str]:
-    """Refuse the file of a rank if the name under which torch.save wrote it differs from its own in the numbers only:
-    rng_state_1 in rng_state_0.pth. Return the notes on it, none where all is well.
+def refuse_file_of_other_rank(read_at: ReadAt, length: int, what: str, allow_equal_ranks: bool) -> list[str]:
+    """Refuse a rank's file if torch.save wrote it under a name that differs from its own in numbers only, such as
+    rng_state_1 in rng_state_0.pth; return [] if it is right.
 
     Args:
         read_at: reads bytes (offset, length) of the file.
-        length: bytes of the file.
-        what: its path.
-        allow_equal_ranks: whether such a file only gets a note.
+        length: size of the file in bytes.
+        what: path of the file.
+        allow_equal_ranks: return a note instead of refusing the file.
 
     Raises:
-        Corrupt: another rank wrote it, and that is not allowed.
+        Corrupt: another rank wrote it, without `allow_equal_ranks`.
     """
-    first, stem = name_at_save(read_at, length), what.rpartition("/")[2].rpartition(".")[0]
+    first, stem = read_name_at_save(read_at, length), what.rpartition("/")[2].rpartition(".")[0]
     if first is None or first == stem or re.sub(r"\d+", "0", first) != re.sub(r"\d+", "0", stem):
         return []
-    return refuse_copied(
+    return refuse_copied_file(
         f"{what} was saved under the name {short(first)}, by another rank, and copied over the file of this rank or "
         "exchanged with it",
         allow_equal_ranks,
     )
 
 
-def refuse_copied(found: str, allow_equal_ranks: bool) -> list[str]:
-    """Refuse a rank's file that was copied over another's; where such files are allowed, return the sentence `found` as
-    the only note.
+def refuse_copied_file(found: str, allow_equal_ranks: bool) -> list[str]:
+    """Refuse a rank's file that is a copy of another rank's; with `allow_equal_ranks`, return a list with one note
+    instead.
 
     Args:
-        found: a sentence that says so, without its full stop.
-        allow_equal_ranks: whether they are allowed.
+        found: the sentence that says so, without a full stop; it becomes the note.
+        allow_equal_ranks: whether such files are accepted.
 
     Raises:
         Corrupt: they are not.
@@ -134,18 +138,21 @@ def refuse_copied(found: str, allow_equal_ranks: bool) -> list[str]:
 
 
 def read_directory(read_at: ReadAt, base: int, length: int, what: str) -> dict[str, ZipRecord] | None:
-    """Read the directory of a torch.save file: {name of a record without the root folder: record}; None for a legacy
-    file, which is no zip. The arguments are those of `read`.
+    """Read the zip directory of a torch.save file: {name of a record without the root folder: record}; None for a
+    legacy file, which is no zip.
+
+    Args:
+        read_at, base, length, what: as for `read`.
 
     Raises:
-        Corrupt, Unsafe: as of `zip_records`.
-        Unsupported: TorchScript, or another format.
+        Corrupt, Unsafe: as `read_zip_records` raises them; or torch.save did not write the zip.
+        Unsupported: it is a TorchScript file, or of another format.
     """
     head = read_at(base, min(other_files.HEAD_BYTES, length))
     if not is_zip(head):
         return None
     other_files.refuse_foreign_format(head, what)
-    records = zip_records(read_at, base, length, what)
+    records = read_zip_records(read_at, base, length, what)
     if "constants.pkl" in records:
         raise torchscript_error(what)
     if "data.pkl" not in records:
@@ -163,24 +170,22 @@ def read(
     lists: CommonLists | None = None,
     records: dict[str, ZipRecord] | None = None,
 ) -> Any:
-    """Read the object in a torch.save file, zip or legacy, with `StoredTensor` for every tensor.
+    """Read the object in a torch.save file, zip or legacy, with a `StoredTensor` for every tensor.
 
     Args:
-        read_at: reads bytes (offset, length) of the file around it.
-        base, length: where the torch file begins in that, and its bytes.
+        read_at: reads bytes (offset, length) of the file that contains the torch.save file.
+        base, length: offset and size of the torch.save file in that, in bytes.
         what: names the file in messages.
-        stand_ins: {(module, name): what stands for that class or function}, besides those of torch's tensors; None for
+        stand_ins: {(module, name): what replaces that class or function}, besides those for torch's tensors; None for
             none.
-        later: return a tensor of a kind that is not supported as a `Refused`, for the caller to raise who knows whether
-            it is needed.
+        later: return a tensor of an unsupported kind as a `Refused`, for the caller to raise if the tensor is needed.
         lists: long lists of earlier files that were read with the same stand-ins, for `pickles.load`; None for none.
-        records: what `read_directory` returned for the file; None: the directory is read here.
+        records: what `read_directory` returned for the file; None to read the directory here.
 
     Raises:
         Corrupt: incomplete or damaged.
         Unsafe: it would run code, or readers would differ on it.
-        Unsupported: TorchScript, big-endian, another format, or, without `later`, a tensor of a kind that is not
-            supported.
+        Unsupported: TorchScript, big-endian, another format, or, without `later`, a tensor of an unsupported kind.
     """
     records = read_directory(read_at, base, length, what) if records is None else records
     if records is None:
@@ -194,10 +199,10 @@ def read(
                 code="CKPT0306",
             )
         if value != b"little":
-            raise _malformed(what, f"its byte order is {value!r}")
+            raise _malformed_error(what, f"its byte order is {value!r}")
     aligned = records.get(".storage_alignment")  # which torch.load reads as a number
     if aligned is not None and not read_at(aligned.offset, min(aligned.length, 16)).isdigit():
-        raise _malformed(what, "its .storage_alignment is no number")
+        raise _malformed_error(what, "its .storage_alignment is no number")
     pkl = records["data.pkl"]
     if pkl.length > MAX_PICKLE_BYTES:
         raise Unsafe(f"{what}: data.pkl has {pkl.length} bytes.", code="CKPT0704")
@@ -223,7 +228,7 @@ def read(
             )
         record = records.get(f"data/{key}")
         if record is None:
-            raise _malformed(what, f"storage {key!r} is missing from the archive")
+            raise _malformed_error(what, f"storage {key!r} is missing from the archive")
         itemsize = ITEMSIZE[dtype] if dtype else 1
         if numel * itemsize != record.length:
             raise Corrupt(
@@ -233,29 +238,31 @@ def read(
             )
         return Storage(dtype, record.offset, record.length, record.crc32 or None)
 
-    known = {**_tensor_stand_ins(what, unread, later), **(stand_ins or {})}
+    known = {**_make_tensor_stand_ins(what, unread, later), **(stand_ins or {})}
     tree = load(data, known, persistent, what=what, lists=lists)[0]
-    return _refuse_unread(tree, unread, what, later)
+    return _refuse_unread_tensors(tree, unread, what, later)
 
 
 def find_storages(
     data: bytes, start: int, what: str, stand_ins: dict[tuple[str, str], Any] | None = None
 ) -> tuple[dict[str, tuple[int, int]], int]:
-    """Find the storages that a pickle refers to: ({key: (elements, bytes)} in that order, where the pickle ends).
+    """List the storages that a pickle refers to: ({key: (number of elements, bytes)} in the order of the pickle,
+    position after the pickle).
 
-    Calls of what nobody knows are neither made nor refused: that is for `read`.
+    Unknown calls are neither executed nor refused; `read` refuses them.
 
     Args:
         data: bytes in which the pickle begins at `start`.
+        start: position of the pickle in `data`.
         what: names the file in messages.
-        stand_ins: {(module, name): what stands for that class or function}, besides those of torch's tensors; None for
+        stand_ins: {(module, name): what replaces that class or function}, besides those for torch's tensors; None for
             none.
 
     Raises:
         Truncated: the bytes end before the pickle does.
         Corrupt: it is damaged.
-        Unsafe: it holds an instance of a class that acts when it is created, or has no bound.
-        Unsupported: torch has no such storage, or a tensor is of a kind that is not supported.
+        Unsafe: it holds an instance of a class that acts when it is created, or exceeds a bound.
+        Unsupported: it has a storage class that torch lacks, or a tensor of an unsupported kind.
     """
     found: dict[str, tuple[int, int]] = {}
 
@@ -269,23 +276,26 @@ def find_storages(
         dtype, key, numel = _parse_storage_id(pid[:5] if isinstance(pid, tuple) else pid, what)
         n = numel * (ITEMSIZE[dtype] if dtype else 1)
         if found.setdefault(key, (numel, n)) != (numel, n):
-            raise _malformed(what, f"storage {key!r} is declared twice with different sizes")
+            raise _malformed_error(what, f"storage {key!r} is declared twice with different sizes")
         return Storage(dtype, 0, n, None)
 
-    end = load(data, {**_tensor_stand_ins(what, []), **(stand_ins or {})}, persistent, start, what, inert=True)[1]
+    end = load(data, {**_make_tensor_stand_ins(what, []), **(stand_ins or {})}, persistent, start, what, inert=True)[1]
     return found, end
 
 
 def _parse_storage_id(pid: object, what: str) -> tuple[str | None, str, int]:
-    """Check the persistent id of a storage: (dtype, None for an untyped storage; key; number of elements). `what` names
-    the file in messages.
+    """Parse the persistent id of a storage: (dtype or None for an untyped storage, key, number of elements).
+
+    Args:
+        pid: the persistent id.
+        what: names the file in messages.
 
     Raises:
-        Corrupt: torch does not write it.
-        Unsupported: it is of an unknown class.
+        Corrupt: torch does not write such an id.
+        Unsupported: the storage class is unknown.
     """
     if not (isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage" and isinstance(pid[1], Global)):
-        raise _malformed(what, "the pickle has an unknown kind of reference")
+        raise _malformed_error(what, "the pickle has an unknown kind of reference")
     cls, key, _, numel = pid[1:5]
     if cls.name == "UntypedStorage":
         dtype = None
@@ -294,7 +304,7 @@ def _parse_storage_id(pid: object, what: str) -> tuple[str | None, str, int]:
     else:
         raise Unsupported(f"{what}: storage of class {cls}.", code="CKPT0319")
     if not isinstance(key, str) or type(numel) is not int or not 0 <= numel <= MAX_NUMEL:
-        raise _malformed(what, f"a storage has {short(numel)} elements")
+        raise _malformed_error(what, f"a storage has {short(numel)} elements")
     return dtype, key, numel
 
 
@@ -314,15 +324,20 @@ _MEANING = {
 
 
 def drop_attributes(x: object, state: object, what: str) -> Any:
-    """Return the tensor `x` as it is, after checking the Python attributes in `state` that torch would give it, which
-    are dropped (torch/_utils.py, _set_obj_state). `what` names the file in messages.
+    """Return the tensor `x` without the Python attributes that torch would set on it (torch/_utils.py, _set_obj_state),
+    after checking that none of them changes its numbers.
+
+    Args:
+        x: the tensor.
+        state: the pickled attributes.
+        what: names the file in messages.
 
     Raises:
         Corrupt: `x` is not a tensor.
-        Unsupported: an attribute is the tensor's numbers.
+        Unsupported: an attribute replaces the tensor's numbers.
     """
     if not isinstance(x, (StoredTensor, Opaque)):  # a DTensor or ShardedTensor is an Opaque
-        raise _malformed(what, f"a tensor is made of {short(x)}")
+        raise _malformed_error(what, f"a tensor is made of {short(x)}")
     for part in state if isinstance(state, tuple) else (state,):
         for name in part if isinstance(part, dict) else ():
             if name in _ACTING:
@@ -335,22 +350,22 @@ def drop_attributes(x: object, state: object, what: str) -> Any:
 
 
 def rebuild_from_type(what: str, func: object, cls: object, args: object, state: object) -> Any:
-    """Return a tensor of a subclass: the dense tensor, where it has a storage or is wrapped around one, or an `Opaque`
-    of the call as it is pickled.
+    """Return a tensor from the pickled call of torch._tensor._rebuild_from_type_v2: a `StoredTensor` if it has a
+    storage, or if its class is a training wrapper around a dense tensor; otherwise the call as an `Opaque`.
 
-    Python attributes of a plain tensor (DeepSpeed's flat groups) are dropped.
+    Python attributes of a plain tensor (such as DeepSpeed's flat groups have) are dropped.
 
     Args:
         what: names the file in messages.
-        func, cls, args, state: the arguments of the pickled call of torch._tensor._rebuild_from_type_v2.
+        func, cls, args, state: the arguments of the call.
 
     Raises:
-        Unsupported: it is one rank's part of a tensor, or nested, or has attributes that are its numbers.
-        Unsafe: its class is none of tensors.
+        Unsupported: it is one rank's part of a tensor, or nested, or has an attribute that replaces its numbers.
+        Unsafe: its class is not one of tensors.
         Corrupt: it contradicts the tensor inside, or is no tensor.
     """
     if func == WRAPPER and isinstance(cls, Global) and isinstance(args, tuple):
-        args = tuple(_checked_size(x, what) if isinstance(x, Opaque) and x.cls == _SIZE else x for x in args)
+        args = tuple(_check_size(x, what) if isinstance(x, Opaque) and x.cls == _SIZE else x for x in args)
         if is_dangerous(cls):
             raise Unsafe(
                 f"{what}: the pickle makes a tensor of class {cls}, which is not training state.", code="CKPT0701"
@@ -366,7 +381,7 @@ def rebuild_from_type(what: str, func: object, cls: object, args: object, state:
                 f"{what}: holds a nested (jagged) tensor; ckpttool moves dense ones. Convert it to dense first.",
                 code="CKPT0319",
             )
-        dense = dense_inside(cls, state)
+        dense = get_dense_tensor(cls, state)
         if isinstance(dense, StoredTensor):
             if args[1:3] != (Global("torch", dense.dtype), dense.shape):
                 raise Corrupt(
@@ -380,9 +395,13 @@ def rebuild_from_type(what: str, func: object, cls: object, args: object, state:
     return drop_attributes(func(*args), state, what)
 
 
-def _describe_bits(bits: object) -> str:
-    """Return a text that says what the metadata of a tensor means, and what to do (torch/_utils.py,
-    set_tensor_metadata; a key acts whatever its value)."""
+def _describe_tensor_metadata(bits: object) -> str:
+    """Return a clause that says how the metadata of a tensor changes its numbers, and what to do (torch/_utils.py,
+    set_tensor_metadata; a key acts whatever its value).
+
+    Args:
+        bits: the metadata, {"conj" or "neg": anything}.
+    """
     if not isinstance(bits, dict):
         return f"has metadata {short(bits)}, which is not a dict"
     other = [k for k in bits if k not in _MEANING]
@@ -395,52 +414,56 @@ def _describe_bits(bits: object) -> str:
 _NAMED = 16  # tensors whose place in the tree is looked for
 
 
-def _refuse_unread(tree: object, unread: list[tuple[Any, str]], what: str, later: bool) -> Any:
-    """Return the tree if no tensor in it has other numbers than its storage; with `later`, return it with a `Refused`
-    in the place of each that has.
+def _refuse_unread_tensors(tree: object, unread: list[tuple[Any, str]], what: str, later: bool) -> Any:
+    """Return a tree if it holds no tensor whose numbers differ from the bytes of its storage; with `later`, return it
+    with a `Refused` in place of each such tensor.
 
     Args:
-        unread: (tensor, why its numbers are not those of its storage).
+        tree: what the file holds.
+        unread: (tensor, reason) of all such tensors.
         what: names the file in messages.
+        later: do not raise.
 
     Raises:
-        Unsupported: there is such a tensor, and not `later`; with its path in dicts and lists.
+        Unsupported: there is such a tensor, without `later`; the message gives its path.
     """
     if unread and later:
         reasons = {
-            id(tensor): _unread_text(tree if i < _NAMED else None, tensor, why, what)
+            id(tensor): _describe_unread_tensor(tree if i < _NAMED else None, tensor, why, what)
             for i, (tensor, why) in enumerate(unread)
         }
         return map_tensors(tree, lambda t: Refused(reasons[id(t)]) if id(t) in reasons else t)
     if unread:
-        raise Unsupported(_unread_text(tree, *unread[0], what), code="CKPT0307")
+        raise Unsupported(_describe_unread_tensor(tree, *unread[0], what), code="CKPT0307")
     return tree
 
 
-def _unread_text(tree: object, tensor: object, why: str, what: str) -> str:
+def _describe_unread_tensor(tree: object, tensor: object, why: str, what: str) -> str:
     """Return the sentence that says which tensor is refused, and why.
 
     Args:
-        tree: where its name is looked for; None to leave the name out.
-        why: the reason, as what follows "the tensor".
+        tree: where the path of the tensor is looked up; None to leave the path out.
+        tensor: the tensor.
+        why: the reason, to follow "the tensor".
         what: names the file.
     """
-    name = joined(_path_to(tree, tensor) or ())
+    name = joined(_find_path(tree, tensor) or ())
     return f'{what}: {f"""tensor "{name}" """ if name else "a tensor "}{why}.'
 
 
-def _path_to(tree: Any, wanted: Any) -> Path | None:
-    """Return the path at which the object `wanted` is in dicts and lists; None where it is not."""
+def _find_path(tree: Any, wanted: Any) -> Path | None:
+    """Return the path of the object `wanted` in nested dicts, lists and tuples; None if it is not there. For an object
+    inside an `Opaque`, the path is that of the `Opaque`."""
     if tree is wanted:
         return ()
     if isinstance(tree, Opaque):  # a DTensor: its name is where it lies
-        return () if any(_path_to(x, wanted) is not None for x in tree.parts()) else None
+        return () if any(_find_path(x, wanted) is not None for x in tree.parts()) else None
     if isinstance(tree, dict):
         inside: Any = tree.items()
     else:
         inside = enumerate(tree) if type(tree) in (list, tuple) else ()
     for key, x in inside:
-        if (found := _path_to(x, wanted)) is not None:
+        if (found := _find_path(x, wanted)) is not None:
             return (str(key), *found)
     return None
 
@@ -458,7 +481,7 @@ class _TensorBuilder:
     def stand_ins(self) -> dict[tuple[str, str], Callable[..., Any]]:
         """Return {(module, function of torch): what stands for it}."""
         return {
-            **{("torch._utils", name): self._refusal(kind) for name, kind in _NOT_DENSE.items()},
+            **{("torch._utils", name): self._make_refusal(kind) for name, kind in _NOT_DENSE.items()},
             ("torch._utils", "_rebuild_tensor"): self.tensor_v1,
             ("torch._utils", "_rebuild_tensor_v2"): self.tensor_v2,
             ("torch._utils", "_rebuild_tensor_v3"): self.tensor_v3,
@@ -470,8 +493,13 @@ class _TensorBuilder:
         }
 
     def quantised(self, name: str, *args: Any) -> Any:
-        """Return a quantised tensor of TransformerEngine, of the class `name`, as `rebuild_from_type` does."""
-        return rebuild_from_type(self.what, *call_of_transformer_engine(name, args, self.what))
+        """Return what `rebuild_from_type` returns for a quantised tensor of TransformerEngine.
+
+        Args:
+            name: name of its class.
+            args: the arguments of the pickled call.
+        """
+        return rebuild_from_type(self.what, *convert_transformer_engine_args(name, args, self.what))
 
     def _tensor(
         self,
@@ -484,32 +512,31 @@ class _TensorBuilder:
         bits: object = None,
         dtype: str | None = None,
     ) -> StoredTensor:
-        """Make a tensor, as a range of bytes, of the arguments of torch's functions, after comparing it with its
-        storage.
+        """Return a tensor as a byte range of its storage, from the arguments of torch's functions.
 
         Args:
             storage: its `Storage`.
-            offset: number of its first element in that.
+            offset: index of its first element in the storage.
             size, stride: its shape, and its strides in elements.
             grad, hooks: whether it requires gradients, and its backward hooks.
-            bits: the metadata of its numbers (conj, neg), None or {} for none.
+            bits: metadata that changes its numbers (conj, neg); None or {} for none.
             dtype: torch's name of it; None for that of the storage.
 
         Raises:
             Corrupt: it contradicts its storage.
-            Unsupported: it is much larger than that.
+            Unsupported: it is expanded to much more than its storage.
         """
         what = self.what
         if not isinstance(storage, Storage):
-            raise _malformed(what, "a tensor has no storage")
+            raise _malformed_error(what, "a tensor has no storage")
         kind = dtype or storage.dtype
         if kind is None:
-            raise _malformed(what, "a tensor has no dtype")
-        size, stride = _checked_size(size, what), _checked_size(stride, what)
+            raise _malformed_error(what, "a tensor has no dtype")
+        size, stride = _check_size(size, what), _check_size(stride, what)
         if len(size) != len(stride) or type(offset) is not int or offset < 0:
-            raise _malformed(what, f"a tensor has size {size}, stride {stride}, offset {short(offset)}")
+            raise _malformed_error(what, f"a tensor has size {size}, stride {stride}, offset {short(offset)}")
         if any(n < 0 or n > MAX_NUMEL for n in (*size, *stride)) or prod(size) > MAX_NUMEL:
-            raise _malformed(what, f"a tensor has size {size}, stride {stride}")
+            raise _malformed_error(what, f"a tensor has size {size}, stride {stride}")
         at = offset * ITEMSIZE[kind]
         out = StoredTensor(kind, size, stride, storage, at)
         if 0 in stride and prod(size) * ITEMSIZE[kind] > max(1 << 30, 64 * storage.length):
@@ -525,8 +552,8 @@ class _TensorBuilder:
             )
         self._check_grad(out, grad)
         if bits:
-            self.unread.append((out, _describe_bits(bits)))
-        self._note_hooks(out, hooks)
+            self.unread.append((out, _describe_tensor_metadata(bits)))
+        self._record_hooks(out, hooks)
         return out
 
     def tensor_v3(
@@ -540,14 +567,14 @@ class _TensorBuilder:
         dtype: object,
         bits: object = None,
     ) -> StoredTensor:
-        """Make a tensor of the arguments of `_rebuild_tensor_v3`: the dtype is an argument of its own.
+        """Return a tensor from the arguments of `_rebuild_tensor_v3`, of which one is the dtype.
 
         Raises:
             Corrupt: it contradicts its storage, or torch has no such dtype.
-            Unsupported: it is much larger than its storage.
+            Unsupported: it is expanded to much more than its storage.
         """
         if not (isinstance(dtype, Global) and dtype.module == "torch" and dtype.name in ITEMSIZE):
-            raise _malformed(self.what, f"a tensor has dtype {short(dtype)}")
+            raise _malformed_error(self.what, f"a tensor has dtype {short(dtype)}")
         return self._tensor(storage, offset, size, stride, grad, hooks, bits, dtype.name)
 
     def tensor_v2(
@@ -560,41 +587,41 @@ class _TensorBuilder:
         hooks: object,
         bits: object = None,
     ) -> StoredTensor:
-        """Make a tensor of the arguments of `_rebuild_tensor_v2`: the dtype is that of the storage.
+        """Return a tensor from the arguments of `_rebuild_tensor_v2`; its dtype is that of the storage.
 
         Raises:
             Corrupt: it contradicts its storage.
-            Unsupported: it is much larger than that.
+            Unsupported: it is expanded to much more than its storage.
         """
         return self._tensor(storage, offset, size, stride, grad, hooks, bits)
 
     def tensor_v1(self, storage: object, offset: object, size: object, stride: object) -> StoredTensor:
-        """Make a tensor of the arguments of `_rebuild_tensor`: without gradient and hooks.
+        """Return a tensor from the arguments of `_rebuild_tensor`, which have neither gradient nor hooks.
 
         Raises:
             Corrupt: it contradicts its storage.
-            Unsupported: it is much larger than that.
+            Unsupported: it is expanded to much more than its storage.
         """
         return self._tensor(storage, offset, size, stride)
 
     def parameter(self, data: object, grad: object, hooks: object) -> Any:
-        """Return the tensor inside a Parameter, from the arguments of `_rebuild_parameter`.
+        """Return the tensor in a Parameter, from the arguments of `_rebuild_parameter`.
 
         Raises:
-            Corrupt: it is no tensor, or one that cannot require gradients does.
+            Corrupt: it is no tensor, or requires gradients although its dtype cannot.
         """
         return self.parameter_with_state(data, grad, hooks, None)
 
     def parameter_with_state(self, data: object, grad: object, hooks: object, state: object) -> Any:
-        """Return the tensor inside a Parameter, from the arguments of `_rebuild_parameter_with_state`; its Python
+        """Return the tensor in a Parameter, from the arguments of `_rebuild_parameter_with_state`; its Python
         attributes, `state`, are dropped.
 
         Raises:
-            Corrupt: it is no tensor, or one that cannot require gradients does.
-            Unsupported: an attribute is the tensor's numbers.
+            Corrupt: it is no tensor, or requires gradients although its dtype cannot.
+            Unsupported: an attribute replaces the tensor's numbers.
         """
         self._check_grad(data, grad)
-        self._note_hooks(data, hooks)
+        self._record_hooks(data, hooks)
         return drop_attributes(data, state, self.what)
 
     def memory_layout(self, name: object) -> Global:
@@ -604,24 +631,28 @@ class _TensorBuilder:
             Corrupt: the name is no text.
         """
         if not isinstance(name, str):
-            raise _malformed(self.what, f"a tensor has the memory layout {short(name)}")
+            raise _malformed_error(self.what, f"a tensor has the memory layout {short(name)}")
         return Global("torch", name.rpartition(".")[2])
 
     def _check_grad(self, x: object, grad: object) -> None:
-        """Refuse `requires_grad` where torch refuses it.
+        """Check the `requires_grad` of a tensor as torch does.
+
+        Args:
+            x: the tensor.
+            grad: its `requires_grad`.
 
         Raises:
-            Corrupt: it is no bool, or true of a tensor of integers.
+            Corrupt: it is not a bool, or is True for a tensor of integers or bools.
         """
         if type(grad) is not bool or (grad and isinstance(x, StoredTensor) and not x.dtype.startswith(_WITH_GRAD)):
-            raise _malformed(self.what, f"{short(x)} has requires_grad {short(grad)}, which torch refuses")
+            raise _malformed_error(self.what, f"{short(x)} has requires_grad {short(grad)}, which torch refuses")
 
-    def _note_hooks(self, x: object, hooks: object) -> None:
-        """Remember a tensor that has backward hooks as one that is not read."""
+    def _record_hooks(self, x: object, hooks: object) -> None:
+        """Record a tensor that has backward hooks in `unread`."""
         if hooks:
             self.unread.append((x, "has backward hooks, which are code"))
 
-    def _refusal(self, kind: str) -> Callable[..., Any]:
+    def _make_refusal(self, kind: str) -> Callable[..., Any]:
         """Make a stand-in that raises Unsupported for tensors of a kind, such as "sparse"."""
 
         def refuse(*_: Any) -> Any:
@@ -645,21 +676,22 @@ _NOT_DENSE = {
 }
 
 
-def _tensor_stand_ins(what: str, unread: list[tuple[Any, str]], later: bool = False) -> dict[tuple[str, str], Any]:
-    """Return stand-ins for torch's functions that put a tensor together: {(module, function): what stands for it}.
+def _make_tensor_stand_ins(what: str, unread: list[tuple[Any, str]], later: bool = False) -> dict[tuple[str, str], Any]:
+    """Return the stand-ins for torch's functions that rebuild tensors: {(module, function): the function that replaces
+    it}.
 
     Args:
         what: names the file in messages.
-        unread: gets (tensor, reason) for each whose numbers are not those of its storage.
-        later: return a tensor that is refused as a `Refused`, instead of raising Unsupported.
+        unread: gets (tensor, reason) for each tensor whose numbers differ from the bytes of its storage.
+        later: return a refused tensor as a `Refused` instead of raising Unsupported.
     """
     calls = _TensorBuilder(what, unread).stand_ins()
     return {name: _defer_refusals(f) for name, f in calls.items()} if later else calls
 
 
 def _defer_refusals(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function so wrapped that it returns a `Refused` instead of raising Unsupported, and returns one that
-    it is given as an argument."""
+    """Return a wrapper of `f` that returns a `Refused` instead of raising Unsupported; if an argument is a `Refused`
+    already, it returns that."""
 
     def call(*args: Any) -> Any:
         """Call the function, unless an argument is refused already."""
@@ -677,13 +709,13 @@ def _defer_refusals(f: Callable[..., Any]) -> Callable[..., Any]:
 _SIZE = Global("torch", "Size")
 
 
-def size_stand_in(what: str) -> dict[tuple[str, str], Any]:
-    """Return the stand-in for torch.Size, {("torch", "Size"): function}, of a format that has sizes of its own: it
-    makes a `Size`, a tuple. `what` names the file in messages."""
-    return {_SIZE: lambda items=(): Size(_checked_size(items, what))}
+def make_size_stand_in(what: str) -> dict[tuple[str, str], Any]:
+    """Return the stand-in for torch.Size, {("torch", "Size"): function that makes a `Size`}, for a format that stores
+    sizes itself; `what` names the file in messages."""
+    return {_SIZE: lambda items=(): Size(_check_size(items, what))}
 
 
-def _checked_size(x: object, what: str) -> tuple[int, ...]:
+def _check_size(x: object, what: str) -> tuple[int, ...]:
     """Return the size or the strides of a tensor, as pickled, as a tuple; `what` names the file in messages.
 
     Raises:
@@ -693,26 +725,26 @@ def _checked_size(x: object, what: str) -> tuple[int, ...]:
         x = x.args[0] if x.args else ()
     if isinstance(x, (tuple, list)) and len(x) <= 64 and all(type(n) is int for n in x):
         return tuple(x)
-    raise _malformed(what, f"the size of a tensor is {short(x)}, not up to 64 integers")
+    raise _malformed_error(what, f"the size of a tensor is {short(x)}, not up to 64 integers")
 
 
 def _read_legacy(
     read_at: ReadAt, base: int, length: int, what: str, stand_ins: dict[tuple[str, str], Any], later: bool
 ) -> Any:
-    """Read a file of `torch.save(..., _use_new_zipfile_serialization=False)`; torch/serialization.py, _legacy_save.
+    """Read a legacy torch.save file, written with `_use_new_zipfile_serialization=False` (torch/serialization.py,
+    _legacy_save), and return its object with a `StoredTensor` for every tensor.
 
     Args:
-        read_at: reads bytes (offset, length) of the file around it.
-        base, length: where the torch file begins in that, and its bytes.
+        read_at: reads bytes (offset, length) of the file that contains the torch.save file.
+        base, length: offset and size of the torch.save file in that, in bytes.
         what: names the file in messages.
-        stand_ins: {(module, name): what stands for that class or function}, besides those of torch's tensors.
-        later: return a tensor of a kind that is not supported as a `Refused`.
+        stand_ins: {(module, name): what replaces that class or function}, besides those for torch's tensors.
+        later: return a tensor of an unsupported kind as a `Refused`.
 
     Raises:
         Corrupt: incomplete, damaged, or no torch.save file.
         Unsafe: it would run code.
-        Unsupported: big-endian, a plain pickle or another format, or, without `later`, a tensor of a kind that is not
-            supported.
+        Unsupported: big-endian, a plain pickle or another format, or, without `later`, a tensor of an unsupported kind.
     """
     magic = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # LONG1 of 0x1950a86a20f9469cfc6c
     head = read_at(base, min(length, 32))
@@ -728,11 +760,11 @@ def _read_legacy(
                 code="CKPT0306",
             )
         other_files.refuse_foreign_file(read_at(base, min(other_files.HEAD_BYTES, length)), what)
-        raise _malformed(what, "it is neither a zip nor a legacy torch.save file")
+        raise _malformed_error(what, "it is neither a zip nor a legacy torch.save file")
     for window in (4 << 20, 32 << 20, MAX_PICKLE_BYTES):  # the pickles come first and are small, the storages are not
         try:
             return _parse_legacy(
-                _first_bytes(read_at, base, min(length, window)), read_at, base, length, what, stand_ins, later
+                _read_first_bytes(read_at, base, min(length, window)), read_at, base, length, what, stand_ins, later
             )
         except _Cut:
             if window >= length:
@@ -742,11 +774,11 @@ def _read_legacy(
     )
 
 
-def _first_bytes(read_at: ReadAt, base: int, length: int) -> bytes:
-    """Read `length` bytes at `base` of a file that may have been repaired after it was cut off: as many as are there.
+def _read_first_bytes(read_at: ReadAt, base: int, length: int) -> bytes:
+    """Read `length` bytes at `base`, or fewer if the file was cut off and repaired and has lost the others.
 
     Raises:
-        LostBytes: none is there.
+        LostBytes: none of them exists.
     """
     try:
         return read_at(base, length)
@@ -763,22 +795,22 @@ class _Cut(Exception):
 def _parse_legacy(
     data: bytes, read_at: ReadAt, base: int, length: int, what: str, stand_ins: dict[tuple[str, str], Any], later: bool
 ) -> Any:
-    """Parse the pickles of a legacy torch.save file, and find its storages behind them: the object, with `StoredTensor`
-    for every tensor.
+    """Parse the pickles of a legacy torch.save file and locate its storages: the object, with a `StoredTensor` for
+    every tensor.
 
     Args:
-        data: the first bytes of the torch file.
-        read_at: reads bytes (offset, length) of the file around it.
-        base, length: where the torch file begins in that, and its bytes.
+        data: the first bytes of the torch.save file.
+        read_at: reads bytes (offset, length) of the file that contains it.
+        base, length: offset and size of the torch.save file in that, in bytes.
         what: names the file in messages.
-        stand_ins: {(module, name): what stands for that class or function}, besides those of torch's tensors.
-        later: return a tensor of a kind that is not supported as a `Refused`.
+        stand_ins: {(module, name): what replaces that class or function}, besides those for torch's tensors.
+        later: return a tensor of an unsupported kind as a `Refused`.
 
     Raises:
         _Cut: the pickles do not end within `data`.
         Corrupt: pickles and storages disagree, or the file is damaged.
         Unsafe: it would run code.
-        Unsupported: big-endian, of torch < 0.4, or, without `later`, a tensor of a kind that is not supported.
+        Unsupported: big-endian, of torch < 0.4, or, without `later`, a tensor of an unsupported kind.
     """
     wanted: dict[str, tuple[str | None, int]] = {}
     numbers: dict[str, int] = {}
@@ -797,7 +829,7 @@ def _parse_legacy(
             return pid[1]  # the class of a module that was pickled whole, followed by its source code
         dtype, key, numel = _parse_storage_id(pid[:5] if isinstance(pid, tuple) and len(pid) == 6 else None, what)
         if wanted.setdefault(key, (dtype, numel)) != (dtype, numel):
-            raise _malformed(what, f"storage {key!r} is declared twice with different types")
+            raise _malformed_error(what, f"storage {key!r} is declared twice with different types")
         number = numbers.setdefault(key, len(numbers))
         return Storage(dtype, -1 - number, numel * (ITEMSIZE[dtype] if dtype else 1), None)
 
@@ -810,13 +842,15 @@ def _parse_legacy(
                 f"{what}: it was written on a big-endian machine. Load and save it there with torch as little-endian.",
                 code="CKPT0306",
             )
-        obj, at = load(data, {**_tensor_stand_ins(what, unread, later), **stand_ins}, persistent, start=at, what=what)
-        obj = _refuse_unread(obj, unread, what, later)
+        obj, at = load(
+            data, {**_make_tensor_stand_ins(what, unread, later), **stand_ins}, persistent, start=at, what=what
+        )
+        obj = _refuse_unread_tensors(obj, unread, what, later)
         keys, at = load(data, start=at, what=what)
     except Truncated as e:
         raise _Cut from e
     if not isinstance(keys, list) or not all(type(k) is str for k in keys) or sorted(keys) != sorted(wanted):
-        raise _malformed(what, "the list of storages disagrees with the pickle")
+        raise _malformed_error(what, "the list of storages disagrees with the pickle")
     places: list[int] = [0] * len(keys)
     for key in keys:
         dtype, numel = wanted[key]
@@ -828,9 +862,9 @@ def _parse_legacy(
             )
         count = struct.unpack("<q", raw)[0]
         if count != numel:
-            raise _malformed(what, f"storage {key!r} has {count} elements, but the pickle declares {numel}")
+            raise _malformed_error(what, f"storage {key!r} has {count} elements, but the pickle declares {numel}")
         places[numbers[key]] = base + at + 8
         at += 8 + numel * (ITEMSIZE[dtype] if dtype else 1)
     if at != length:
-        raise _malformed(what, f"the file has {length} bytes, but its storages end at {at}")
+        raise _malformed_error(what, f"the file has {length} bytes, but its storages end at {at}")
     return map_tensors(obj, lambda t: t._replace(storage=t.storage._replace(offset=places[-1 - t.storage.offset])))

@@ -48,17 +48,17 @@ class _File(NamedTuple):
 
     @property
     def head_bytes(self) -> int:
-        """Count the bytes of the head."""
+        """Return the size of the head in bytes."""
         return sum(map(len, self.head))
 
 
 @lru_cache(1024)
-def _crc_of_zeros(n: int) -> int:
-    """Compute the CRC32 of n zero bytes."""
+def _compute_crc_of_zeros(n: int) -> int:
+    """Return the CRC32 of `n` zero bytes."""
     if n <= 1 << 16:
         return int(crc32(bytes(n)))
-    half = _crc_of_zeros(n // 2)
-    return int(crc32_combine(crc32_combine(half, half, n // 2), _crc_of_zeros(n % 2), n % 2))
+    half = _compute_crc_of_zeros(n // 2)
+    return int(crc32_combine(crc32_combine(half, half, n // 2), _compute_crc_of_zeros(n % 2), n % 2))
 
 
 class TorchFiles:
@@ -74,15 +74,16 @@ class TorchFiles:
 
         Args:
             name: of the file.
-            storages: {key: bytes} of the storages that the `TensorRef` are in, in the order in which their records
-                shall lie; those of `Inline` tensors are added.
-            root: the folder that all records of the zip are in.
+            tree: the tree.
+            storages: {key: bytes} of the storages that the `TensorRef` refer to, in the order of their records;
+                storages of `Inline` tensors are added.
+            root: the folder in the zip that all records are in.
 
         Raises:
-            TypeError: something in the tree is of a type that no checkpoint has.
+            TypeError: an object in the tree is of a type that no checkpoint has.
         """
         inline: list[bytes] = []
-        tree = _number_inline(tree, len(storages), inline)
+        tree = _replace_inline_tensors(tree, len(storages), inline)
         if clash := {str(len(storages) + i) for i in range(len(inline))} & storages.keys():
             raise AssertionError(f"{name}: storages are numbered otherwise: {sorted(clash)}")
         head, records = torch_pickles.make_head_pieces(root, torch_pickles.pickle_pieces(tree))
@@ -90,13 +91,13 @@ class TorchFiles:
         for i, data in enumerate(inline):
             record = f"{root}/data/{len(storages) + i}"
             records.append((record, at, len(data), crc32(data), False))
-            head.append(zip_bytes.local_header(record, len(data), crc32(data), at, 64) + data)
+            head.append(zip_bytes.make_local_header(record, len(data), crc32(data), at, 64) + data)
             at += len(head[-1])
         holes: list[_PendingRecord] = []
         places: dict[str, int] = {}
         for key, n in storages.items():
             record = f"{root}/data/{key}"
-            offset = at + len(zip_bytes.local_header(record, n, None, at, 64))
+            offset = at + len(zip_bytes.make_local_header(record, n, None, at, 64))
             holes.append(_PendingRecord(record, at, offset, n))
             places[key] = offset
             at = offset + n + zip_bytes.DATA_DESCRIPTOR_BYTES
@@ -111,19 +112,21 @@ class TorchFiles:
         return len(self.files) - 1
 
     def offset(self, file: int, key: str) -> int:
-        """Return the byte at which the storage `key` begins in file number `file`, which has storages."""
+        """Return the offset of the storage `key` in file number `file`, which was added with storages."""
         f = self.files[file]
         assert isinstance(f, _File)
         return f.places[key]
 
     def head_bytes(self, file: int) -> int:
-        """Return the bytes of file number `file`, which has storages, that are known before they are written."""
+        """Return the size of the head of file number `file`, in bytes: what is known before the storages are
+        written."""
         f = self.files[file]
         assert isinstance(f, _File)
         return f.head_bytes
 
     def sizes(self) -> list[int]:
-        """Return the size of every file in bytes; of files with storages, an upper bound."""
+        """Return the size of every file in bytes; for files with storages an upper bound, without ckpttool's own
+        records."""
         out = []
         for f in self.files:
             if isinstance(f, bytes):
@@ -148,15 +151,16 @@ class TorchFiles:
         synthesized_values: dict[str, Any] | None = None,
         changed: dict[str, str] | None = None,
     ) -> Draft:
-        """Make the draft of a checkpoint whose chunks are in these files, which become its `files` and `sizes`.
+        """Return the draft of a checkpoint whose chunks are in these files; the files and their sizes become those of
+        the checkpoint.
 
         Args:
             checkpoint: the index of what will be written.
-            sources: {name of a tensor: the tensor of the source that fills it}.
+            sources: {name of a tensor: the source's tensor that provides its bytes}.
             recorded: end every file with a record `ckpttool.json` of the digests.
-            salvage: {name: "exact", "rebuilt: how", "missing: why"}, a record `ckpttool-salvage.json`; what was rebuilt
-                has no digest. None for no such record.
-            values: {value: its digest}, a record `ckpttool-values.json`; None for no such record.
+            salvage: {name: "exact", "rebuilt: how", "missing: why"}, for a record `ckpttool-salvage.json`; rebuilt
+                tensors get no digest. None for no such record.
+            values: {name of a value: its digest}, for a record `ckpttool-values.json`; None for no such record.
             dropped, aliases, notes, synthesized_tensors, synthesized_values, changed: those of `Draft`; None for empty.
         """
         framing = _Framing(self.files, checkpoint, recorded, salvage or {}, values or {})
@@ -195,46 +199,49 @@ class _Framing(NamedTuple):
     values: Mapping[str, str]
 
     def before(self, name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
-        """Make the bytes between the last chunk written and a chunk of the same file: padding, and the ends and headers
-        of records.
+        """Return the bytes between the last chunk written to a file and the next one: padding, and ends and headers of
+        records.
 
         Args:
-            name, t, row: the chunk: row number `row` of the tensor `t`, named `name`.
-            written: (tensor, chunk, CRC32) of the chunks of that file so far.
+            name, t, row: the next chunk: row `row` of the tensor `t`, named `name`.
+            written: (tensor name, row, CRC32) of the chunks written to that file so far.
         """
         f = self.files[t.chunks.file[row]]
         assert isinstance(f, _File)
-        return self._bytes_between(f, self._end_of(written, f), t.chunks.offset[row], written)
+        return self._make_bytes_between(f, self._find_written_end(written, f), t.chunks.offset[row], written)
 
     def tail(self, file: int, written: Sequence[Written], digests: Mapping[str, object]) -> bytes:
-        """Make the last bytes of a file: padding, records of ckpttool's own, and the zip's directory; b"" of a file
-        whose bytes are all known.
+        """Return the last bytes of a file: padding, ckpttool's own records, and the zip's directory; b"" for a file
+        whose bytes were given.
 
         Args:
             file: its number.
-            written: (tensor, chunk, CRC32) of all its chunks, in order.
+            written: (tensor name, row, CRC32) of all its chunks, in order.
             digests: {name of a tensor: its digest}, for the records.
         """
         f = self.files[file]
         if isinstance(f, bytes):
             return b""
-        out = self._bytes_between(f, self._end_of(written, f), f.end, written)
+        out = self._make_bytes_between(f, self._find_written_end(written, f), f.end, written)
         entries, at = list(f.records), f.end
         at_chunk = 0
         for record in f.holes:
-            crc, at_chunk = self._crc_of_record(record, written, at_chunk)
+            crc, at_chunk = self._compute_record_crc(record, written, at_chunk)
             entries.append((record.name, record.header, record.length, crc, True))
-        for short, data in self._own_records(digests).items():
+        for short, data in self._make_own_records(digests).items():
             name = f.records[0][0].partition("/")[0] + "/" + short
             note = bounded_json.encode(data, indent=1)
             entries.append((name, at, len(note), crc32(note), False))
-            note = zip_bytes.local_header(name, len(note), crc32(note), at) + note
+            note = zip_bytes.make_local_header(name, len(note), crc32(note), at) + note
             out, at = out + note, at + len(note)
-        return out + zip_bytes.central_directory(entries, at)
+        return out + zip_bytes.make_central_directory(entries, at)
 
-    def _own_records(self, digests: Mapping[str, object]) -> dict[str, dict[str, Any]]:
-        """Return the records that ckpttool adds to every file: {name: content as JSON}. `digests` is {name of a tensor:
-        its digest}."""
+    def _make_own_records(self, digests: Mapping[str, object]) -> dict[str, dict[str, Any]]:
+        """Return ckpttool's own records for the end of a file: {name: content, to be written as JSON}.
+
+        Args:
+            digests: {name of a tensor: its digest}.
+        """
         out: dict[str, dict[str, Any]] = {}
         if self.recorded:
             rebuilt = {n for n, state in self.salvage.items() if state.startswith("rebuilt")}
@@ -247,31 +254,40 @@ class _Framing(NamedTuple):
         return out
 
     def count_record_bytes(self) -> int:
-        """Count the bytes that the records of ckpttool's own add to a file, with their entries in its directory."""
-        records = self._own_records(dict.fromkeys(self.checkpoint.tensors, "0" * 64))
+        """Return an upper bound of the bytes that ckpttool's own records add to a file, directory entries included."""
+        records = self._make_own_records(dict.fromkeys(self.checkpoint.tensors, "0" * 64))
         encoded = (len(bounded_json.encode(data, indent=1)) for data in records.values())
         return sum(n + 2 * 160 for n in encoded)  # a header, padding to 64 bytes and an entry take less than that
 
-    def _end_of(self, written: Sequence[Written], f: _File) -> int:
-        """Return the byte at which the last chunk written, (tensor, chunk, CRC32), ends in its file; where the head of
-        the file ends, if none was."""
+    def _find_written_end(self, written: Sequence[Written], f: _File) -> int:
+        """Return the offset at which the last written chunk ends in its file, or the end of the file's head if there is
+        none.
+
+        Args:
+            written: (tensor name, row, CRC32) of the chunks written to that file so far.
+            f: the file.
+        """
         if not written:
             return f.head_bytes
         name, row, _ = written[-1]
         c = self.checkpoint.tensors[name].chunks
         return c.offset[row] + c.length[row]
 
-    def _bytes_between(self, f: _File, a: int, b: int, written: Sequence[Written]) -> bytes:
-        """Make bytes [a, b) of a file, in which no chunk lies: padding, and the ends and headers of records. `written`
-        are (tensor, chunk, CRC32) of its chunks so far.
+    def _make_bytes_between(self, f: _File, a: int, b: int, written: Sequence[Written]) -> bytes:
+        """Return bytes [a, b) of a file, which hold no chunk: padding, and ends and headers of records.
+
+        Args:
+            f: the file.
+            a, b: the range.
+            written: (tensor name, row, CRC32) of the chunks written to that file so far.
 
         Raises:
-            AssertionError: the bytes end in the middle of a header.
+            AssertionError: the range ends in the middle of a header.
         """
         out, at = bytearray(), a
-        for hole in self._records_from(f, a):
+        for hole in self._iter_records_from(f, a):
             if at == hole.header and at < b:
-                out += zip_bytes.local_header(hole.name, hole.length, None, hole.header, 64)
+                out += zip_bytes.make_local_header(hole.name, hole.length, None, hole.header, 64)
                 at = hole.offset
             end = hole.offset + hole.length
             if at >= b:
@@ -280,8 +296,8 @@ class _Framing(NamedTuple):
             out += bytes(stop - at)
             at = stop
             if at == end and at < b:
-                crc = self._crc_of_record(hole, written, self._first_chunk_in(hole, written))[0]
-                out += zip_bytes.data_descriptor(hole.length, crc)
+                crc = self._compute_record_crc(hole, written, self._find_first_chunk(hole, written))[0]
+                out += zip_bytes.make_data_descriptor(hole.length, crc)
                 at += zip_bytes.DATA_DESCRIPTOR_BYTES
         if at != b:
             raise AssertionError(f"bytes {a}..{b} cannot be laid out: at {at}")
@@ -289,19 +305,23 @@ class _Framing(NamedTuple):
 
     @staticmethod
     def record_at(f: _File, offset: int) -> int:
-        """Return the byte at which the record, the stored bytes of one storage, begins that the byte at `offset` lies
-        in."""
+        """Return the offset at which the data of the storage record begins that contains byte `offset` of a file."""
         return f.holes[bisect_right(f.holes, offset, key=lambda hole: hole.offset) - 1].offset
 
     @staticmethod
-    def _records_from(f: _File, at: int) -> Iterator[_PendingRecord]:
-        """Yield those records of storages in a file that end at or after byte `at`."""
+    def _iter_records_from(f: _File, at: int) -> Iterator[_PendingRecord]:
+        """Yield the storage records of a file whose data end at or after byte `at`, in order."""
         first = bisect_left(f.holes, at, key=lambda hole: hole.offset + hole.length)
         return (f.holes[i] for i in range(first, len(f.holes)))
 
-    def _first_chunk_in(self, hole: _PendingRecord, written: Sequence[Written]) -> int:
-        """Return the index in `written`, (tensor, chunk, CRC32) of the chunks so far, of the first of the last ones
-        that lie in a record; their number if none does."""
+    def _find_first_chunk(self, hole: _PendingRecord, written: Sequence[Written]) -> int:
+        """Return the index in `written` of the first chunk at or behind the start of a record; len(written) if there is
+        none.
+
+        Args:
+            hole: the record.
+            written: (tensor name, row, CRC32) of the chunks written to that file so far, in order.
+        """
         k = len(written)
         while k:
             name, row, _ = written[k - 1]
@@ -310,14 +330,14 @@ class _Framing(NamedTuple):
             k -= 1
         return k
 
-    def _crc_of_record(self, hole: _PendingRecord, written: Sequence[Written], k: int) -> tuple[int, int]:
-        """Put together the CRC32 of a record from those of its chunks and of the padding between: (CRC32, index in
+    def _compute_record_crc(self, hole: _PendingRecord, written: Sequence[Written], k: int) -> tuple[int, int]:
+        """Return the CRC32 of a record, combined from those of its chunks and of the padding between: (CRC32, index in
         `written` of the first chunk after the record).
 
         Args:
             hole: the record.
-            written: (tensor, chunk, CRC32) of the chunks of its file, in order.
-            k: index of the first chunk that lies in the record.
+            written: (tensor name, row, CRC32) of the chunks of its file, in order.
+            k: index in `written` of the first chunk in the record.
         """
         crc, at, end = 0, hole.offset, hole.offset + hole.length
         while k < len(written):
@@ -327,20 +347,22 @@ class _Framing(NamedTuple):
             if offset >= end and (length or offset > end):
                 break
             if offset > at:
-                crc = crc32_combine(crc, _crc_of_zeros(offset - at), offset - at)
+                crc = crc32_combine(crc, _compute_crc_of_zeros(offset - at), offset - at)
             crc, at, k = crc32_combine(crc, part, length), offset + length, k + 1
         if at < end:
-            crc = crc32_combine(crc, _crc_of_zeros(end - at), end - at)
+            crc = crc32_combine(crc, _compute_crc_of_zeros(end - at), end - at)
         return int(crc), k
 
 
-def _number_inline(x: object, first: int, inline: list[bytes], done: dict[int, Any] | None = None) -> Any:
-    """Return a value with its small tensors as references to storages of their own, and add their bytes to `inline`.
-    What is there twice stays one object.
+def _replace_inline_tensors(x: object, first: int, inline: list[bytes], done: dict[int, Any] | None = None) -> Any:
+    """Return a copy of a value with each `Inline` tensor replaced by a `TensorRef` to a storage of its own. Shared
+    lists, dicts and instances remain shared.
 
     Args:
-        first: the number of the storage of the first of them.
-        done: {id of an object: what became of it}; None at the outermost call.
+        x: the value.
+        first: number of the first new storage.
+        inline: gets the bytes of each new storage.
+        done: {id of an object: its copy}; None in the outermost call.
     """
     done = {} if done is None else done
     if id(x) in done:
@@ -352,11 +374,11 @@ def _number_inline(x: object, first: int, inline: list[bytes], done: dict[int, A
             n *= k
         return torch_pickles.TensorRef(x.dtype, x.shape, str(first + len(inline) - 1), n)
     if isinstance(x, dict):
-        done[id(x)] = type(x)((k, _number_inline(v, first, inline, done)) for k, v in x.items())
+        done[id(x)] = type(x)((k, _replace_inline_tensors(v, first, inline, done)) for k, v in x.items())
     elif isinstance(x, list) and type(x) is not CommonList:
-        done[id(x)] = [_number_inline(v, first, inline, done) for v in x]
+        done[id(x)] = [_replace_inline_tensors(v, first, inline, done) for v in x]
     elif type(x) is tuple:
-        return tuple(_number_inline(v, first, inline, done) for v in x)
+        return tuple(_replace_inline_tensors(v, first, inline, done) for v in x)
     elif isinstance(x, Opaque):
-        done[id(x)] = x.mapped(lambda part: _number_inline(part, first, inline, done))
+        done[id(x)] = x.mapped(lambda part: _replace_inline_tensors(part, first, inline, done))
     return done.get(id(x), x)

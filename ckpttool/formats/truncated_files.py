@@ -32,22 +32,27 @@ _SMALL_RECORD = 1 << 16  # byteorder, version, .format_version, ckpttool.json: s
 
 
 def ends_like_zip(read_at: ReadAt, length: int) -> bool:
-    """Whether the last bytes of a file are the end record of a zip without a comment, as torch writes it."""
+    """Return whether a file ends with a zip's end record without a comment, as torch writes it.
+
+    Args:
+        read_at: reads bytes (offset, length) of the file.
+        length: size of the file in bytes.
+    """
     return length >= 22 and read_at(length - 22, 4) == b"PK\x05\x06"
 
 
 def repair_torch_file(read_at: ReadAt, length: int, what: str) -> Patch | None:
-    """Return what a torch.save file that was cut off should be, as a patch; None where nothing is missing.
+    """Return a patch that completes a torch.save file that was cut off; None if nothing is missing.
 
     Args:
         read_at: reads bytes (offset, length) of the file.
-        length: bytes of the file.
-        what: names it in messages.
+        length: size of the file in bytes.
+        what: names the file in messages.
 
     Raises:
-        Corrupt: it was cut off before its first record, or something else is wrong with it.
-        Unsafe: its pickle would run code, or has no bound.
-        Unsupported: it holds tensors of a kind that is not supported.
+        Corrupt: it was cut off before its first tensor, or is damaged otherwise.
+        Unsafe: its pickle would run code, or exceeds a bound.
+        Unsupported: it holds tensors of an unsupported kind.
     """
     head = read_at(0, min(length, 64))
     if zip_bytes.is_zip(head):
@@ -67,28 +72,31 @@ class _FoundRecord(NamedTuple):
     crc32: int
 
 
-def _window_sizes(length: int) -> list[int]:
-    """Return how many of the first bytes to look for a pickle in, the smallest first, since mostly few suffice;
-    `length` is how many there are."""
+def _list_window_sizes(length: int) -> list[int]:
+    """Return the numbers of bytes, ascending, in which to look for a pickle; mostly the smallest suffices.
+
+    Args:
+        length: the largest number possible.
+    """
     out = [min(length, n) for n in (1 << 20, 16 << 20, torch_zip.MAX_PICKLE_BYTES)]
     return sorted(set(out))
 
 
 def _read_storages(read_at: ReadAt, start: int, length: int, what: str) -> tuple[dict[str, tuple[int, int]], int]:
-    """Find the storages that a pickle in a file refers to: ({key: (elements, bytes)}, the byte at which the pickle
-    ends).
+    """Read the storages that a pickle in a file refers to: ({key: (number of elements, bytes)}, offset after the
+    pickle).
 
     Args:
         read_at: reads bytes (offset, length) of the file.
-        start, length: the byte at which the pickle begins, and the bytes of the file.
-        what: names it in messages.
+        start, length: offset of the pickle, and size of the file in bytes.
+        what: names the file in messages.
 
     Raises:
-        Corrupt: the file was cut off within it, or it is damaged.
+        Corrupt: the file was cut off within the pickle, or is damaged.
     """
-    for window in _window_sizes(length - start):
+    for window in _list_window_sizes(length - start):
         try:
-            found, end = torch_zip.find_storages(read_at(start, window), 0, what, sharded.stand_ins(what))
+            found, end = torch_zip.find_storages(read_at(start, window), 0, what, sharded.make_stand_ins(what))
         except pickles.Truncated:
             continue
         if (total := sum(n for _, n in found.values())) > _MOST_BYTES:
@@ -100,16 +108,16 @@ def _read_storages(read_at: ReadAt, start: int, length: int, what: str) -> tuple
 
 
 def _repair_zip(read_at: ReadAt, length: int, what: str) -> Patch:
-    """Return what a zip of torch.save should be of which the last bytes are missing: the records and the directory that
-    belong behind its end, as a patch.
+    """Return a patch that completes a zip of torch.save that was cut off: with the missing local headers, and the
+    directory.
 
     Args:
         read_at: reads bytes (offset, length) of the file.
-        length: bytes of the file.
-        what: names it in messages.
+        length: size of the file in bytes.
+        what: names the file in messages.
 
     Raises:
-        Corrupt: the sizes of its tensors are not known.
+        Corrupt: the sizes of its tensors are unknown.
     """
     sizes: dict[str, int] = {}
     found: list[_FoundRecord] = []
@@ -127,7 +135,7 @@ def _repair_zip(read_at: ReadAt, length: int, what: str) -> Patch:
         elif short.startswith("data/") and short[5:] in sizes:
             size = sizes[short[5:]]
         else:
-            small = _small_record_length(read_at, offset, length)
+            small = _find_small_record_length(read_at, offset, length)
             if small is None:
                 break
             size = small
@@ -136,7 +144,7 @@ def _repair_zip(read_at: ReadAt, length: int, what: str) -> Patch:
         else:
             descriptor = (crc, offset + size) if offset + size <= length else None
         if descriptor is None:
-            if _cut_inside(read_at, offset + size, length):  # what there is of it counts
+            if _ends_inside_record(read_at, offset + size, length):  # what there is of it counts
                 found.append(_FoundRecord(name, at, offset, size, 0))
                 present, at = length, max(length, offset + size)
             break
@@ -152,17 +160,23 @@ def _repair_zip(read_at: ReadAt, length: int, what: str) -> Patch:
     for key, size in sizes.items():
         if f"data/{key}" not in there:
             name = f"{root}/data/{key}"
-            raw = zip_bytes.local_header(name, size, None, at)
+            raw = zip_bytes.make_local_header(name, size, None, at)
             made.append((at, raw))
             entries.append((name, at, size, 0, True))
             at += len(raw) + size
-    directory = zip_bytes.central_directory(entries, at)
+    directory = zip_bytes.make_central_directory(entries, at)
     return Patch(present, at + len(directory), (*made, (at, directory)))
 
 
 def _read_local_header(read_at: ReadAt, at: int, length: int) -> tuple[str, int, int, int, int] | None:
-    """Read the header before a record of a zip: (name, flags, CRC32, bytes of the record, where they begin); None where
-    no whole header is at byte `at`, or the record is compressed. `length` is the bytes of the file."""
+    """Read the local header of a zip record: (name, flags, CRC32, bytes of the record, offset of its data); None if
+    there is no complete header, or the record is compressed.
+
+    Args:
+        read_at: reads bytes (offset, length) of the file.
+        at: offset of the header.
+        length: size of the file in bytes.
+    """
     if at + 30 > length:
         return None
     raw = read_at(at, 30)
@@ -186,8 +200,14 @@ def _read_local_header(read_at: ReadAt, at: int, length: int) -> tuple[str, int,
 
 
 def _read_descriptor(read_at: ReadAt, at: int, length: int, size: int) -> tuple[int, int] | None:
-    """Read the data descriptor at byte `at`, which follows a record of `size` bytes: (CRC32, the byte after the
-    descriptor); None where there is none. `length` is the bytes of the file."""
+    """Read the data descriptor behind a record: (CRC32, offset after the descriptor); None if there is none.
+
+    Args:
+        read_at: reads bytes (offset, length) of the file.
+        at: offset of the descriptor.
+        length: size of the file in bytes.
+        size: bytes of the record, which the descriptor repeats.
+    """
     raw = read_at(at, min(28, length - at)) if at < length else b""
     wide = len(raw) >= 24 and struct.unpack("<2Q", raw[8:24]) == (size, size)
     narrow = len(raw) >= 16 and struct.unpack("<2I", raw[8:16]) == (size, size)
@@ -198,16 +218,27 @@ def _read_descriptor(read_at: ReadAt, at: int, length: int, size: int) -> tuple[
     return struct.unpack("<I", raw[4:8])[0], at + 24
 
 
-def _cut_inside(read_at: ReadAt, end: int, length: int) -> bool:
-    """Whether a file of `length` bytes ends before the record that ends at `end`, or in the data descriptor behind
-    it."""
+def _ends_inside_record(read_at: ReadAt, end: int, length: int) -> bool:
+    """Return whether a file was cut off inside a record or inside the data descriptor behind it.
+
+    Args:
+        read_at: reads bytes (offset, length) of the file.
+        end: offset at which the record ends.
+        length: size of the file in bytes.
+    """
     rest = read_at(end, length - end) if 0 < length - end < zip_bytes.DATA_DESCRIPTOR_BYTES else b""
     return length <= end or (bool(rest) and rest[:4] == b"PK\x07\x08"[: len(rest)])
 
 
-def _small_record_length(read_at: ReadAt, offset: int, length: int) -> int | None:
-    """Find the length of a small record that begins at byte `offset`, and whose size nothing says, by the data
-    descriptor behind it; None where none follows. `length` is the bytes of the file."""
+def _find_small_record_length(read_at: ReadAt, offset: int, length: int) -> int | None:
+    """Return the length in bytes of a small record whose header does not state it, found by the data descriptor behind
+    it; None if none follows.
+
+    Args:
+        read_at: reads bytes (offset, length) of the file.
+        offset: of the record's data.
+        length: size of the file in bytes.
+    """
     window = read_at(offset, min(_SMALL_RECORD, length - offset))
     at = window.find(b"PK\x07\x08")
     while at >= 0:
@@ -218,17 +249,17 @@ def _small_record_length(read_at: ReadAt, offset: int, length: int) -> int | Non
 
 
 def _repair_legacy(read_at: ReadAt, length: int, what: str) -> Patch | None:
-    """Return what a legacy torch.save file that was cut off should be, as a patch; None where nothing is missing.
+    """Return a patch that completes a legacy torch.save file that was cut off; None if nothing is missing.
 
     Args:
         read_at: reads bytes (offset, length) of the file.
-        length: bytes of the file.
-        what: names it in messages.
+        length: size of the file in bytes.
+        what: names the file in messages.
 
     Raises:
         Corrupt: it was cut off within its pickles, or they contradict each other.
     """
-    for window in _window_sizes(length):
+    for window in _list_window_sizes(length):
         try:
             data = read_at(0, window)
             at = 0
@@ -257,15 +288,15 @@ def _repair_legacy(read_at: ReadAt, length: int, what: str) -> Patch | None:
 
 
 def repair_safetensors_file(read_at: ReadAt, length: int, what: str) -> Patch | None:
-    """Return what a safetensors file that was cut off should be, as a patch; None where nothing is missing.
+    """Return a patch that completes a safetensors file that was cut off; None if nothing is missing.
 
     Args:
         read_at: reads bytes (offset, length) of the file.
-        length: bytes of the file.
-        what: names it in messages.
+        length: size of the file in bytes.
+        what: names the file in messages.
 
     Raises:
-        Corrupt: it was cut off within its header, or is not such a file.
+        Corrupt: it was cut off within its header, or is no safetensors file.
     """
     n = struct.unpack("<Q", read_at(0, 8))[0] if length >= 8 else 0
     if length < 8 or 8 + n > length:

@@ -47,7 +47,7 @@ from ..index.checkpoint import ITEMSIZE, Path, Value, joined
 from .pickles import MAX_DEPTH, BackReference, Global, Opaque, Ordered
 from .stored_tensors import Inline
 
-__all__ = ["decode", "encode", "encode_one", "from_json_tree", "to_json_tree"]
+__all__ = ["decode", "encode", "encode_value", "from_json_tree", "to_json_tree"]
 
 _PLAIN_INT_BITS = 2048
 _DEEPEST = MAX_DEPTH + 2  # the file is a dict of dicts itself
@@ -57,32 +57,35 @@ _DEEPEST = MAX_DEPTH + 2  # the file is a dict of dicts itself
 
 
 def encode(values: Mapping[str, Value]) -> bytes:
-    """Make the bytes of values.json, the file of all that is no tensor, from {name: Value}.
+    """Return the bytes of values.json, the file of everything but tensors.
+
+    Args:
+        values: {name: Value}.
 
     Raises:
-        Unsupported: a value holds itself, is nested too deep, or is of a type that no checkpoint has.
+        Unsupported: a value contains itself, is nested too deep, or is of a type that no checkpoint has.
     """
     rows: dict[Any, Any] = {}
     for name in sorted(values):
         path, data = values[name]
         if name != joined(path):
             raise AssertionError(f"{name!a} has the path {path!a}")
-        rows[name] = {"path": _path_as_json(path), "data": data}
+        rows[name] = {"path": _path_to_json(path), "data": data}
     return (_Writer().pairs(rows, "\n", ",\n") + "\n").encode()
 
 
-def encode_one(value: Value) -> bytes:
-    """Make the bytes of path and data of one value, spelled as in a line of values.json.
+def encode_value(value: Value) -> bytes:
+    """Return path and data of one value as bytes of JSON, as its line in values.json has them.
 
     Raises:
-        Unsupported: it holds itself, is nested too deep, or is of a type that no checkpoint has.
+        Unsupported: it contains itself, is nested too deep, or is of a type that no checkpoint has.
     """
     writer = _Writer()
     writer.name = joined(value.path)
-    return writer.pairs({"path": _path_as_json(value.path), "data": value.data}).encode()
+    return writer.pairs({"path": _path_to_json(value.path), "data": value.data}).encode()
 
 
-def _path_as_json(path: Path) -> list[str | int]:
+def _path_to_json(path: Path) -> list[str | int]:
     """Return a path as a list for JSON.
 
     The number of a parameter becomes text, as in DCP; the param groups list it as a number (index/trees.py).
@@ -99,14 +102,16 @@ class _Writer:
         self.labels: set[int] | None = None  # of the outermost instance that is being written
 
     def pairs(self, x: dict[Any, Any], edge: str = "", comma: str = ", ") -> str:
-        """Return the text of a dict.
+        """Return the JSON of a dict.
 
         Args:
-            edge: stands before the first and after the last item; if it is not "", the keys are names of values.
-            comma: stands between items.
+            x: the dict.
+            edge: text before the first and after the last item; if it is not "", the keys are names of values, which
+                messages then give.
+            comma: text between items.
 
         Raises:
-            Unsupported: something inside holds itself, is nested too deep, or is of a type that no checkpoint has.
+            Unsupported: something inside contains itself, is nested too deep, or is of a type that no checkpoint has.
         """
         plain = all(type(k) is str and k[:1] != "$" and _is_valid_unicode(k) for k in x)
         rows = []
@@ -132,7 +137,7 @@ class _Writer:
         if id(x) in self.above or len(self.above) >= _DEEPEST:
             why = "holds itself" if id(x) in self.above else f"is nested deeper than {MAX_DEPTH}"
             raise Unsupported(
-                f'the value "{_show_name(self.name)}" {why}; values.json cannot keep it.', code="CKPT0316"
+                f'the value "{_format_name(self.name)}" {why}; values.json cannot keep it.', code="CKPT0316"
             )
         self.above.add(id(x))
         try:
@@ -153,7 +158,8 @@ class _Writer:
         if kind is BackReference:
             if self.labels is None or x.label not in self.labels:
                 raise Unsupported(
-                    f'the value "{_show_name(self.name)}" refers to an instance that it does not hold.', code="CKPT0316"
+                    f'the value "{_format_name(self.name)}" refers to an instance that it does not hold.',
+                    code="CKPT0316",
                 )
             return f'{{"$again": {x.label}}}'
         if kind is list:
@@ -168,7 +174,7 @@ class _Writer:
             self.labels = None if outermost else self.labels
             return text
         raise Unsupported(
-            f'the value "{_show_name(self.name)}" holds a {kind.__module__}.{kind.__qualname__}, which values.json '
+            f'the value "{_format_name(self.name)}" holds a {kind.__module__}.{kind.__qualname__}, which values.json '
             "cannot "
             "keep.",
             code="CKPT0316",
@@ -193,7 +199,7 @@ class _Writer:
         args = self.items(x.args)
         if x.label in labels:
             raise Unsupported(
-                f'the value "{_show_name(self.name)}" holds two instances with the label {x.label}.', code="CKPT0316"
+                f'the value "{_format_name(self.name)}" holds two instances with the label {x.label}.', code="CKPT0316"
             )
         labels |= set() if x.label is None else {x.label}
         # in the order of a pickle, which says what comes before what
@@ -210,7 +216,7 @@ class _Writer:
 
 
 def _is_valid_unicode(text: str) -> bool:
-    """Whether a text has no halves of characters."""
+    """Return whether a text has no lone surrogates, halves of characters."""
     if text.isascii():
         return True
     try:
@@ -220,8 +226,8 @@ def _is_valid_unicode(text: str) -> bool:
     return True
 
 
-def _show_name(name: object) -> str:
-    """Return the name of a value for a message, in ASCII and not too long."""
+def _format_name(name: object) -> str:
+    """Return the name of a value for a message, in ASCII and at most 200 characters long."""
     text = ascii(name)[1:-1]
     return text if len(text) < 200 else text[:197] + "..."
 
@@ -264,17 +270,17 @@ _LEAVES: dict[type, Callable[[Any], str]] = {
 
 
 def to_json_tree(held: Mapping[str, Value]) -> dict[str, Any]:
-    """Return the content of values.json for values, {name: Value}, as a tree of JSON, to be a part of another file.
+    """Return the content of values.json for values, {name: Value}, as parsed JSON, to be embedded in another file.
 
     Raises:
-        Unsupported: a value holds itself, is nested too deep, or is of a type that no checkpoint has.
+        Unsupported: a value contains itself, is nested too deep, or is of a type that no checkpoint has.
     """
     tree: dict[str, Any] = json.loads(encode(held))
     return tree
 
 
 def from_json_tree(tree: object) -> dict[str, Value]:
-    """Read values, {name: Value}, from the tree of JSON that `to_json_tree` returned.
+    """Return the values, {name: Value}, of parsed JSON as `to_json_tree` returns it.
 
     Raises:
         ValueError, TypeError: it is something else.
@@ -286,15 +292,15 @@ def from_json_tree(tree: object) -> dict[str, Value]:
 
 
 def decode(data: bytes, what: str) -> dict[str, Value]:
-    """Read the values of a values.json, which is not trusted: {name: Value}.
+    """Return the values, {name: Value}, in a values.json, which is not trusted.
 
     Args:
         data: the bytes of the file.
-        what: names it in messages.
+        what: names the file in messages.
 
     Raises:
-        Corrupt: damaged, or other bytes than `encode` writes.
-        Unsafe: a key twice, or nested too deep.
+        Corrupt: it is damaged, or has other bytes than `encode` writes.
+        Unsafe: a key occurs twice, or it is nested too deep.
     """
     tree = bounded_json.parse(data, what)
     try:
@@ -317,18 +323,22 @@ def _read_row(name: object, row: object) -> Value:
         ValueError: they are something else, or the path is not that of the name.
     """
     if type(name) is not str or type(row) is not dict or list(row) != ["path", "data"] or type(row["path"]) is not list:
-        raise ValueError(f"the entry {_show_name(name)!r} is not a path and data")
+        raise ValueError(f"the entry {_format_name(name)!r} is not a path and data")
     path = tuple(row["path"])
     if not path or not all(type(k) is str or (type(k) is int and k >= 0) for k in path) or joined(path) != name:
-        raise ValueError(f"the entry {_show_name(name)!r} has another path")
+        raise ValueError(f"the entry {_format_name(name)!r} has another path")
     return Value(path, row["data"])
 
 
 def _read_value(x: object, depth: int) -> Any:
-    """Return the value that a piece of JSON stands for; `depth` is how many others are around it.
+    """Return the value that parsed JSON represents.
+
+    Args:
+        x: the parsed JSON.
+        depth: how many lists and dicts of JSON contain it.
 
     Raises:
-        ValueError, TypeError: it is nested too deep, has an unknown "$" key, or stands for nothing.
+        ValueError, TypeError: it is nested too deep, has an unknown "$" key, or represents no value.
     """
     if not isinstance(x, (list, dict)):
         return x
@@ -340,15 +350,19 @@ def _read_value(x: object, depth: int) -> Any:
     if tag is None:
         return {k: _read_value(v, depth + 1) for k, v in x.items()}
     if len(x) != 1 or tag not in _TAGS:
-        raise ValueError(f"an object with the unknown key {_show_name(tag)!r}")
+        raise ValueError(f"an object with the unknown key {_format_name(tag)!r}")
     return _TAGS[tag](x[tag], depth + 1)
 
 
 def _read_list(x: object, depth: int) -> list[Any]:
-    """Read a list of values; `depth` is how many pieces of JSON are around them.
+    """Return the list of values that a list of parsed JSON represents.
+
+    Args:
+        x: the list.
+        depth: how many lists and dicts of JSON contain its items.
 
     Raises:
-        ValueError: it is no list.
+        ValueError: it is not a list.
     """
     if type(x) is not list:
         raise ValueError("something other than a list")
@@ -356,7 +370,7 @@ def _read_list(x: object, depth: int) -> list[Any]:
 
 
 def _read_pair(x: object, depth: int) -> tuple[Any, Any]:
-    """Read a key and its value from a list of two.
+    """Return the (key, value) that a list of two represents; `depth` is that of `_read_list`.
 
     Raises:
         ValueError: it is something else.
@@ -376,10 +390,11 @@ def _read_dict(x: object, depth: int) -> dict[Any, Any]:
 
 
 def _read_pairs(x: object, depth: int) -> list[tuple[Any, Any]]:
-    """Read the items of a dict, a list of [key, value]; `depth` is how many pieces of JSON are around them.
+    """Return the items of a dict, [(key, value)], that a list of [key, value] represents; `depth` is that of
+    `_read_list`.
 
     Raises:
-        ValueError: they are not pairs.
+        ValueError: it is something else.
     """
     if type(x) is not list:
         raise ValueError("something other than pairs")
@@ -407,7 +422,8 @@ def _read_bytes(x: object) -> bytes:
 
 
 def _read_float(x: Any) -> float:
-    """Read a float that JSON has no number for: "inf", "-inf" or "nan:" with its bits in hexadecimal.
+    """Return the float that a string represents for which JSON has no number: "inf", "-inf", or "nan:" with its bits in
+    hexadecimal.
 
     Raises:
         ValueError: it is something else.
@@ -419,10 +435,10 @@ def _read_float(x: Any) -> float:
 
 
 def _read_complex(x: object, depth: int) -> complex:
-    """Read a complex number.
+    """Return the complex number that a list of real and imaginary part represents; `depth` is that of `_read_list`.
 
     Raises:
-        ValueError: it is not made of two floats.
+        ValueError: it is not two floats.
     """
     real, imaginary = _read_list(x, depth)
     if type(real) is not float or type(imaginary) is not float:
@@ -431,7 +447,7 @@ def _read_complex(x: object, depth: int) -> complex:
 
 
 def _read_global(x: object, depth: int) -> Global:
-    """Read a name in a module from a list of the two.
+    """Return the `Global` that a list of module and name represents; `depth` is that of `_read_list`.
 
     Raises:
         ValueError: it is something else.

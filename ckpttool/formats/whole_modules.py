@@ -12,8 +12,8 @@ from typing import Any
 
 from ..errors import Corrupt, Unsafe, Unsupported
 from ..printable import count_noun
-from .pickles import BackReference, Opaque, children
-from .stored_tensors import tensors_in
+from .pickles import BackReference, Opaque, list_children
+from .stored_tensors import iter_tensors
 
 __all__ = ["replace_modules"]
 
@@ -37,10 +37,10 @@ def replace_modules(tree: Any, what: str, notes: list[str]) -> Any:
         return [replace_modules(x, what, notes) for x in tree]
     if isinstance(tree, dict):
         return type(tree)((k, replace_modules(x, what, notes)) for k, x in tree.items())
-    if _find_attributes(tree) is None:
+    if _get_module_attributes(tree) is None:
         return tree
-    labelled = {x.label: x for x in _walk(tree) if isinstance(x, Opaque) and x.label is not None}
-    entries = list(_list_entries(tree, "", labelled, frozenset(), iter(range(_MOST_MODULES)), what))
+    labelled = {x.label: x for x in _walk_values(tree) if isinstance(x, Opaque) and x.label is not None}
+    entries = list(_iter_state_dict(tree, "", labelled, frozenset(), iter(range(_MOST_MODULES)), what))
     found = dict(entries)
     if len(found) < len(entries):
         raise Corrupt(
@@ -48,8 +48,8 @@ def replace_modules(tree: Any, what: str, notes: list[str]) -> Any:
         )
     if not found:
         return tree
-    kept = {t.extent for t in tensors_in(found)}
-    others = {t.extent for t in tensors_in(tree)} - kept
+    kept = {t.extent for t in iter_tensors(found)}
+    others = {t.extent for t in iter_tensors(tree)} - kept
     left = (
         f"; {count_noun(len(others), 'tensor')} besides, such as buffers that are not persistent, are left out"
         if others
@@ -62,8 +62,8 @@ def replace_modules(tree: Any, what: str, notes: list[str]) -> Any:
     return found
 
 
-def _find_attributes(x: object) -> Mapping[str, Any] | None:
-    """Return the `__dict__` of a module of torch; None for anything else."""
+def _get_module_attributes(x: object) -> Mapping[str, Any] | None:
+    """Return the `__dict__` of a pickled torch module; None for anything else."""
     state = x.state if isinstance(x, Opaque) else None
     if type(state) is tuple and state:  # of a class with slots: (its __dict__, its slots)
         state = state[0]
@@ -71,7 +71,7 @@ def _find_attributes(x: object) -> Mapping[str, Any] | None:
     return state if isinstance(state, dict) and all(isinstance(state.get(k), dict) for k in parts) else None
 
 
-def _list_entries(
+def _iter_state_dict(
     module: Any,
     prefix: str,
     labelled: Mapping[int, Opaque],
@@ -79,14 +79,14 @@ def _list_entries(
     numbers: Iterator[int],
     what: str,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (FQN, tensor) of a module, in the order of its state dict.
+    """Yield (FQN, tensor) of a pickled module, in the order of its state dict; nothing if it is no module.
 
     Args:
-        module: the module, or a reference to one.
-        prefix: what its names begin with.
-        labelled: {label: the instance that references with it mean}.
-        around: identities of the modules that it is in.
-        numbers: has a number for each module that may still be looked at.
+        module: the module, or a `BackReference` to one.
+        prefix: of the FQNs, with a dot at its end; "" for the outermost module.
+        labelled: {label: the instance that a `BackReference` with it refers to}.
+        around: ids of the modules that contain this one.
+        numbers: an iterator with an item for each module that may still be visited.
         what: names the file in messages.
 
     Raises:
@@ -99,7 +99,7 @@ def _list_entries(
         )
     if isinstance(module, BackReference):
         module = labelled.get(module.label)
-    if (attributes := _find_attributes(module)) is None:
+    if (attributes := _get_module_attributes(module)) is None:
         return
     if id(module) in around:
         raise Unsupported(
@@ -111,12 +111,12 @@ def _list_entries(
         if x is not None:
             yield f"{prefix}{name}", x
     for name, inner in attributes["_modules"].items():
-        yield from _list_entries(inner, f"{prefix}{name}.", labelled, around | {id(module)}, numbers, what)
+        yield from _iter_state_dict(inner, f"{prefix}{name}.", labelled, around | {id(module)}, numbers, what)
 
 
-def _walk(x: object) -> Iterator[object]:
-    """Yield a value and everything inside it."""
+def _walk_values(x: object) -> Iterator[object]:
+    """Yield a value and everything inside it, at any depth."""
     todo = [x]
     while todo:
-        todo.extend(children(inside := todo.pop()))
+        todo.extend(list_children(inside := todo.pop()))
         yield inside

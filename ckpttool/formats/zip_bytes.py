@@ -1,8 +1,8 @@
 """Zip files as torch.save writes them, as bytes: records finds and proves records, makes headers and directories.
 
-`zip_records` trusts the central directory only after proving it: every record's local header agrees with it, no two
-records share a name or a byte, and all are in one root folder. Files that another zip reader could read differently are
-refused, so a scanner always sees the same records as we do.
+`read_zip_records` trusts the central directory only after proving it: every record's local header agrees with it, no
+two records share a name or a byte, and all are in one root folder. Files that another zip reader could read differently
+are refused, so a scanner always sees the same records as we do.
 
 Sources: caffe2/serialize/inline_container.cc (records, 64-byte alignment by an extra field "FB"), PKWARE APPNOTE 6.3.
 """
@@ -22,14 +22,14 @@ __all__ = [
     "DATA_DESCRIPTOR_BYTES",
     "DirectoryEntry",
     "ZipRecord",
-    "central_directory",
-    "data_descriptor",
-    "directory_entries",
-    "first_record_name",
     "is_zip",
-    "local_header",
+    "make_central_directory",
+    "make_data_descriptor",
+    "make_local_header",
+    "read_directory_entries",
+    "read_first_record_name",
+    "read_zip_records",
     "torchscript_error",
-    "zip_records",
 ]
 
 
@@ -40,14 +40,19 @@ _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _LOCAL = struct.Struct("<4s5H3I2H")
 
 
-def first_record_name(head: bytes) -> str:
-    """Return the name of the first record of a zip; `head` are the first bytes of the file, at least 30."""
+def read_first_record_name(head: bytes) -> str:
+    """Return the name of the first record of a zip.
+
+    Args:
+        head: the first bytes of the file, at least 30; a name that extends beyond them is cut off.
+    """
     n: int = _LOCAL.unpack(head[:30])[9]
     return head[30 : 30 + n].decode("utf-8", "replace")
 
 
 def torchscript_error(what: str) -> Unsupported:
-    """Make the error for an archive of torch.jit.save; `what` names the file."""
+    """Return, without raising it, the error for a TorchScript archive, as torch.jit.save writes it; `what` names the
+    file."""
     return Unsupported(
         f"{what}: this is a TorchScript archive, which is a program. Save model.state_dict() instead.", code="CKPT0307"
     )
@@ -63,22 +68,23 @@ class ZipRecord(NamedTuple):
 
 
 def is_zip(head: bytes) -> bool:
-    """Whether a file starts like a zip."""
+    """Return whether the first bytes of a file are those of a zip."""
     return head[:4] == b"PK\x03\x04"
 
 
-def zip_records(read_at: ReadAt, base: int, length: int, what: str) -> dict[str, ZipRecord]:
-    """Read and prove the directory of a zip: {name of a record without the root folder: record}.
+def read_zip_records(read_at: ReadAt, base: int, length: int, what: str) -> dict[str, ZipRecord]:
+    """Read the directory of a zip and verify it against the local headers: {name of a record without the root folder:
+    record}.
 
     Args:
-        read_at: reads bytes (offset, length) of the file around it.
-        base, length: where the zip begins in that, and its bytes.
+        read_at: reads bytes (offset, length) of the file that contains the zip.
+        base, length: offset and size of the zip in that, in bytes.
         what: names the file in messages.
 
     Raises:
-        Corrupt: not a whole zip.
-        Unsafe: one that different readers would read differently.
-        Unsupported: TorchScript.
+        Corrupt: it is not a complete zip.
+        Unsafe: different readers would read it differently.
+        Unsupported: it is a TorchScript archive.
     """
     tail_length = min(length, 22 + 20 + 56)
     tail = read_at(base + length - tail_length, tail_length)
@@ -143,7 +149,7 @@ def zip_records(read_at: ReadAt, base: int, length: int, what: str) -> dict[str,
             )
         if short in out:
             raise Unsafe(f"{what}: two records are named {name!r}; readers differ on which counts.", code="CKPT0703")
-        out[short] = ZipRecord(short, header, size, crc)  # offset is the header's until _settle
+        out[short] = ZipRecord(short, header, size, crc)  # offset is the header's until _locate_data
         spans.append((header, n))
     if at != cd_size:
         raise Unsafe(f"{what}: {cd_size - at} bytes of the zip's directory belong to no entry.", code="CKPT0703")
@@ -165,12 +171,12 @@ class DirectoryEntry(NamedTuple):
     described: bool
 
 
-def directory_entries(read_at: ReadAt, length: int) -> tuple[list[DirectoryEntry], int]:
-    """Read the directory of a zip that `zip_records` has proved: (entries, the byte at which the directory begins).
+def read_directory_entries(read_at: ReadAt, length: int) -> tuple[list[DirectoryEntry], int]:
+    """Read the directory of a zip that `read_zip_records` has verified: (entries, offset of the directory).
 
     Args:
         read_at: reads bytes (offset, length) of the zip.
-        length: bytes of the zip.
+        length: size of the zip in bytes.
     """
     tail_length = min(length, 98)
     tail = read_at(length - tail_length, tail_length)
@@ -193,11 +199,12 @@ def directory_entries(read_at: ReadAt, length: int) -> tuple[list[DirectoryEntry
 
 
 def _apply_zip64(extra: bytes, packed: int, size: int, header: int, what: str) -> tuple[int, int, int]:
-    """Return (packed, size, header) with those that do not fit 32 bits taken from the zip64 field of a directory entry.
+    """Return (packed, size, header), with values that do not fit in 32 bits replaced by those in the zip64 field of a
+    directory entry.
 
     Args:
         extra: the extra fields of the entry.
-        packed, size: compressed and plain bytes of the record.
+        packed, size: compressed and uncompressed size of the record in bytes.
         header: offset of its local header.
         what: names the file in messages.
 
@@ -228,21 +235,22 @@ def _locate_data(
     root: str,
     what: str,
 ) -> dict[str, ZipRecord]:
-    """Return {name: record} with the offsets of the data in place of those of the headers, after comparing every local
-    header with the directory.
+    """Compare every local header with the directory, and return the records with the offsets of their data in place of
+    those of their headers: {name: record}. If the source proves offsets later, those of storages after the first are
+    assumed instead.
 
     Args:
-        read_at: reads bytes (offset, length) of the file around the zip.
-        base: where the zip begins in that.
-        found: {name without the root folder: record, whose offset is that of its header in the zip}.
-        spans: (offset of the header, bytes of the name) of the records, in the same order.
-        end: where the directory begins in the zip.
+        read_at: reads bytes (offset, length) of the file that contains the zip.
+        base: offset of the zip in that.
+        found: {name without the root folder: record, with the offset of its local header in the zip}.
+        spans: (offset of the local header, bytes of the name) of each record in `found`, in the same order.
+        end: offset of the directory in the zip.
         root: the folder that all records are in.
         what: names the file in messages.
 
     Raises:
-        Unsafe: a header disagrees, or records overlap.
-        Corrupt: a record reaches past the end.
+        Unsafe: a header disagrees with the directory, or records overlap.
+        Corrupt: a record extends beyond the directory's start.
     """
     out: dict[str, ZipRecord] = {}
     previous = behind = 0  # behind: bytes between the first tensor and the next record, its data descriptor
@@ -258,10 +266,10 @@ def _locate_data(
     for k, (record, (header, n)) in enumerate(ordered):
         if header < previous or header + 30 + n > end:
             raise Unsafe(f"{what}: record {record.name!r} overlaps another one.", code="CKPT0703")
-        find = partial(_find_data, record, header, n, end, root, what)
+        find = partial(_find_data_offset, record, header, n, end, root, what)
         data = ends[k] - behind - record.length if k in later else 0
         if data >= header + 30 + n and isinstance(read_at, FileBytes):
-            _assume(read_at, base, header, data, record.length, 30 + n, ends[k], find)
+            _assume_data_offset(read_at, base, header, data, record.length, 30 + n, ends[k], find)
         else:
             data = find(read_at(base + header, 30 + n))
             if k in tensors[:1]:
@@ -271,17 +279,18 @@ def _locate_data(
     return out
 
 
-def _find_data(record: ZipRecord, header: int, n: int, end: int, root: str, what: str, head: bytes) -> int:
-    """Compare the local header of a record with the directory, and return where in the zip its bytes begin.
+def _find_data_offset(record: ZipRecord, header: int, n: int, end: int, root: str, what: str, head: bytes) -> int:
+    """Compare the local header of a record with the directory, and return the offset of the record's data in the zip.
 
     Args:
-        record: the record, as the directory has it.
-        header, n: where the header begins in the zip, and the bytes of the name.
-        end, root, what: as of `_locate_data`.
-        head: the header and the name.
+        record: the record, from the directory.
+        header, n: offset of the local header in the zip, and bytes of the name.
+        end, root, what: as for `_locate_data`.
+        head: the bytes of the local header, name included.
 
     Raises:
-        Unsafe: the header disagrees. Corrupt: the record reaches past the end.
+        Unsafe: the header disagrees with the directory.
+        Corrupt: the record extends beyond the directory's start.
     """
     sig, _, flags, method, _, _, crc, _, size, name_n, extra_n = _LOCAL.unpack(head[:30])
     stated = f"{root}/{record.name}".encode()
@@ -300,7 +309,7 @@ def _find_data(record: ZipRecord, header: int, n: int, end: int, root: str, what
     return data
 
 
-def _assume(
+def _assume_data_offset(
     file: FileBytes,
     base: int,
     header: int,
@@ -310,14 +319,17 @@ def _assume(
     following: int,
     find: Callable[[bytes], int],
 ) -> None:
-    """Assume that the bytes of a record begin at `data` of a zip, to be proved when they are read.
+    """Register a record whose data are assumed to begin at offset `data` of the zip; this is proved when they are read
+    (frames.py).
 
     Args:
-        file: the file around the zip, which begins at byte `base` of it.
-        header, n: where the local header begins in the zip, and its bytes with the name.
+        file: the file that contains the zip.
+        base: offset of the zip in that.
+        header, n: offset of the local header in the zip, and its bytes, name included.
+        data: the assumed offset.
         length: bytes of the record.
-        following: where the next record, or the directory, begins.
-        find: returns where in the zip the bytes of the record begin, by its header.
+        following: offset in the zip of the next record, or of the directory.
+        find: returns the real offset of the data in the zip, from the bytes of the local header.
     """
     framed = file.source.framed(file.name)
 
@@ -338,15 +350,15 @@ def _assume(
 DATA_DESCRIPTOR_BYTES = 24  # signature, CRC32 and two 64-bit sizes, behind a record whose CRC is known only afterwards
 
 
-def local_header(name: str, size: int, crc: int | None, at: int, align: int = 1) -> bytes:
-    """Make the header before a record of a zip.
+def make_local_header(name: str, size: int, crc: int | None, at: int, align: int = 1) -> bytes:
+    """Return the local header of a zip record.
 
     Args:
         name: of the record.
         size: its bytes; 4 GiB and more take the zip64 field.
         crc: its CRC32; None if that follows the record in a data descriptor.
         at: file offset of the header.
-        align: the record itself begins at a multiple of so many bytes.
+        align: the data of the record begin at a multiple of this many bytes, after padding.
     """
     raw = name.encode()
     big = crc is None or size >= 0xFFFFFFFF  # descriptors are written with 64-bit sizes, which needs the zip64 field
@@ -364,12 +376,12 @@ def local_header(name: str, size: int, crc: int | None, at: int, align: int = 1)
     )
 
 
-def data_descriptor(size: int, crc: int) -> bytes:
-    """Make what follows a record of `size` bytes whose local header had no CRC32 yet."""
+def make_data_descriptor(size: int, crc: int) -> bytes:
+    """Return the data descriptor that follows a record of `size` bytes whose local header has no CRC32."""
     return struct.pack("<4sIQQ", b"PK\x07\x08", crc, size, size)
 
 
-def central_directory(records: list[tuple[str, int, int, int, bool]], at: int) -> bytes:
+def make_central_directory(records: list[tuple[str, int, int, int, bool]], at: int) -> bytes:
     """Make the directory and the end record of a zip.
 
     Args:

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from ..engine.workers.local_processes import LocalProcesses
 from ..errors import CkpttoolError, Corrupt, UsageError, argument
-from ..watching.proofs import leave_runs, look_at_saves
+from ..watching.proofs import judge_saves, release_journals
 from ..watching.request import WatchRequest
 
 __all__ = ["Guard"]
@@ -100,15 +100,15 @@ class Guard:
     # --------------------------------------------------------------------------------------------- in the training job
 
     def check(self, path: str | os.PathLike[str], future: Any = None) -> None:
-        """Have a save proved in the background; returns at once.
+        """Verify a save in the background; returns at once.
 
         Args:
             path: the folder or file that was saved, or that is being written.
-            future: of a save that is being written, what `dcp.async_save` returned; None where it is finished, or where
-                its files tell.
+            future: what `dcp.async_save` returned for this save; None if the save is finished, or if its files show
+                when it is.
 
         Raises:
-            CkpttoolError: of an earlier save, as `poll`.
+            CkpttoolError: for an earlier save, as `poll`.
         """
         self.poll()
         name = os.fspath(path)
@@ -123,14 +123,15 @@ class Guard:
                 if self._thread is None or self._process != os.getpid():
                     self._start()
         except Exception as e:
-            self._say_unproved(name, str(e))
+            self._report_unproved_save(name, str(e))
 
     def poll(self) -> None:
-        """Tell the training thread what was found since the last call; costs nothing where nothing was.
+        """Raise the faults that were found since the last call, or pass them to the function `on_fault`; returns at
+        once.
 
         Raises:
             Corrupt: with on_fault="raise", a save is bad.
-            CkpttoolError: with `strict`, a save could not be proved.
+            CkpttoolError: with `strict`, a save could not be verified.
         """
         while self._found:
             found = self._found.popleft()
@@ -140,7 +141,8 @@ class Guard:
                 self._on_fault(found)
 
     def finish(self, timeout: float | None = None) -> list[str]:
-        """Wait for the proofs that are under way, and say what is not proved by then.
+        """Wait until all saves are verified, or until the time limit, and stop. A warning names each save that was not
+        read.
 
         Args:
             timeout: seconds to wait; None for those of the guard.
@@ -159,7 +161,8 @@ class Guard:
         return left
 
     def stop(self) -> list[str]:
-        """End the proofs that are under way, without waiting; returns the paths of the saves that were not read."""
+        """Stop verifying, without waiting for saves that are not read yet; returns their paths, after a warning for
+        each."""
         if self._process != os.getpid():
             return []
         atexit.unregister(self.stop)
@@ -172,7 +175,7 @@ class Guard:
         with self._lock:
             left, self._waiting, self._thread = list(self._waiting), {}, None
         for path in left:
-            self._say_unproved(path, "the job ended before it was read")
+            self._report_unproved_save(path, "the job ended before it was read")
         return left
 
     def __enter__(self) -> Guard:
@@ -187,15 +190,17 @@ class Guard:
     # ------------------------------------------------------------------------------------------------ in its own thread
 
     def _start(self) -> None:
-        """Start the thread; called with the lock held."""
+        """Start the thread that verifies saves. The caller holds the lock."""
         self._process, self._stop = os.getpid(), threading.Event()
         self._thread = threading.Thread(target=self._prove_all, args=(self._stop,), daemon=True, name="ckpttool-guard")
         atexit.register(self.stop)
         self._thread.start()
 
     def _prove_all(self, stop: threading.Event) -> None:
-        """Prove saves until none waits, or `stop` is set: the thread. A process that fails is replaced by a new one,
-        and what it was asked for is given up."""
+        """Verify saves until none is waiting or `stop` is set; this is what the thread runs.
+
+        If the process that reads them fails, its saves get a warning and are given up, and a new process is started.
+        """
         while True:
             pool = LocalProcesses(1)
             with self._lock:
@@ -204,23 +209,27 @@ class Guard:
                     self._thread = None if self._stop is stop else self._thread
                     return
             try:
-                self._prove_waiting(pool, stop)
+                self._prove_waiting_saves(pool, stop)
             except Exception as e:  # a bug of ours must not end the training
                 for save in [] if stop.is_set() else list(self._waiting.values()):
-                    self._drop(save)
-                    self._say_unproved(save.path, f"{type(e).__name__}: {e}")
+                    self._remove_from_waiting(save)
+                    self._report_unproved_save(save.path, f"{type(e).__name__}: {e}")
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def _prove_waiting(self, pool: LocalProcesses, stop: threading.Event) -> None:
-        """Ask the process about the saves that wait, again and again, until none does."""
+    def _prove_waiting_saves(self, pool: LocalProcesses, stop: threading.Event) -> None:
+        """Have the process verify the waiting saves, again and again, until none is waiting or `stop` is set.
+
+        Args:
+            pool: the process, as a pool of one.
+        """
         poll = min(2.0, max(0.05, self._request.settle / 4))
         while not stop.is_set():
             began = time.monotonic()
             with self._lock:
                 waiting = list(self._waiting.values())
             if not waiting:
-                pool.submit(leave_runs, "").result()
+                pool.submit(release_journals, "").result()
                 return
             runs: dict[str, list[_Save]] = {}
             for save in waiting:
@@ -229,13 +238,14 @@ class Guard:
             for run, saves in runs.items():
                 names = [os.path.basename(s.path) for s in saves]
                 asked = json.dumps({"run": run, "names": names, "options": self._options})
-                answers = json.loads(pool.submit(look_at_saves, asked).result())
+                answers = json.loads(pool.submit(judge_saves, asked).result())
                 for save, name in zip(saves, names, strict=True):
-                    self._take(save, answers.get(name))
+                    self._handle_answer(save, answers.get(name))
             stop.wait(min(10.0, max(poll, time.monotonic() - began)))  # to list a large run takes a file server time
 
     def _is_written(self, save: _Save) -> bool:
-        """Tell whether a save is finished, as far as its future says; one that failed is given up."""
+        """Return whether a save is finished, as far as its future says. One whose future has failed is given up, with a
+        warning."""
         if save.future is None:
             return True
         if not save.future.done():
@@ -243,14 +253,20 @@ class Guard:
         try:
             save.future.result()
         except Exception as e:
-            self._drop(save)
-            self._say_unproved(save.path, f"it was not saved: {e}")
+            self._remove_from_waiting(save)
+            self._report_unproved_save(save.path, f"it was not saved: {e}")
             return False
         save.existed = True
         return True
 
-    def _take(self, save: _Save, answer: Mapping[str, Any] | None) -> None:
-        """Note what the process says of a save; None where it is not judged yet."""
+    def _handle_answer(self, save: _Save, answer: Mapping[str, Any] | None) -> None:
+        """Log the verdict on a save or warn of it, and stop waiting for the save.
+
+        Args:
+            save: the save.
+            answer: what the process returned for it; None if it has no verdict yet. A save that was deleted, or not
+                written in time, is given up then.
+        """
         run, there = os.path.dirname(save.path), os.path.lexists(save.path)
         if there and not save.existed:
             save.existed = True
@@ -260,32 +276,38 @@ class Guard:
         late = not there and time.monotonic() - save.since >= self._request.stall
         if answer is None and not deleted and not late:
             return
-        if not self._drop(save):
+        if not self._remove_from_waiting(save):
             return  # it was saved again meanwhile
         if answer is None:
             if deleted:
                 _log.info("%s was deleted before it was read", save.path)
             else:
-                self._say_unproved(save.path, f"it was not written for {self._request.stall:g} s")
+                self._report_unproved_save(save.path, f"it was not written for {self._request.stall:g} s")
             return
         event = dict(answer["event"])
         if event["event"] == "verified":
             _log.info("%s", "\n".join(answer["lines"]))
         elif event["event"] == "failed":
-            self._say_bad(event, answer["proved"])
+            self._report_bad_save(event, answer["proved"])
         else:
-            self._say_unproved(save.path, str(event.get("why", event["event"])))
+            self._report_unproved_save(save.path, str(event.get("why", event["event"])))
 
-    def _drop(self, save: _Save) -> bool:
-        """Let a save wait no longer; False where another save of this path does."""
+    def _remove_from_waiting(self, save: _Save) -> bool:
+        """Remove a save from those that wait, and return True; False if a newer save of this path is waiting
+        instead."""
         with self._lock:
             same = self._waiting.get(save.path) is save
             if same:
                 del self._waiting[save.path]
         return same
 
-    def _say_bad(self, event: dict[str, Any], proved: str | None) -> None:
-        """Warn of a save that is bad; `proved` is the path of the newest one that is good, None without one."""
+    def _report_bad_save(self, event: dict[str, Any], proved: str | None) -> None:
+        """Log a warning of a bad save, and keep the fault for the training thread unless on_fault="warn".
+
+        Args:
+            event: the event of the journal, with its findings.
+            proved: path of the newest save that is good; None if there is none.
+        """
         bad = [f for f in event["findings"] if f["severity"] != "note"]
         what = "; ".join(f"{f['kind']}: {f['text'].rstrip('.')}" for f in bad[:_MOST_FINDINGS])
         more = f"; and {len(bad) - _MOST_FINDINGS} more" if len(bad) > _MOST_FINDINGS else ""
@@ -295,8 +317,9 @@ class Guard:
         if self._on_fault != "warn":
             self._found.append(error if self._on_fault == "raise" else event)
 
-    def _say_unproved(self, path: str, why: str) -> None:
-        """Warn of a save that is not proved."""
+    def _report_unproved_save(self, path: str, why: str) -> None:
+        """Log a warning of a save that could not be verified, because of `why`; with `strict`, keep it for the training
+        thread."""
         error = CkpttoolError(f"{path} is not proved: {why.rstrip('.')}.", code="CKPT0104")
         _log.warning("%s: %s", error.code, error)
         if self._strict:
@@ -304,7 +327,7 @@ class Guard:
 
 
 def _is_first_rank() -> bool:
-    """Tell whether this is rank 0 of the job, or a job without ranks."""
+    """Return whether this process is rank 0, or not part of a distributed job."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return bool(distributed.get_rank() == 0)

@@ -29,7 +29,7 @@ class LightningGuard(Guard, Callback):  # type: ignore[misc]
     """
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Have each save of a fit proved, by whatever it is made."""
+        """Wrap `trainer.save_checkpoint`, through which all saves go, so that each save of a fit is verified."""
         if stage != "fit":
             return
         save = trainer.save_checkpoint
@@ -43,16 +43,16 @@ class LightningGuard(Guard, Callback):  # type: ignore[misc]
         trainer.save_checkpoint = save_and_check
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Tell what was found."""
+        """Report the faults that were found since the last batch, as `poll`."""
         self.poll()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """End the proofs without waiting: the fit failed."""
+        """Stop verifying without waiting, since the fit failed."""
         vars(trainer).pop("save_checkpoint", None)
         self.stop()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Wait for the last proofs of a fit."""
+        """Wait until the last saves of a fit are verified."""
         if stage == "fit":
             vars(trainer).pop("save_checkpoint", None)
             self.finish()

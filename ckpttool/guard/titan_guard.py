@@ -17,13 +17,13 @@ __all__ = ["guard_torchtitan"]
 
 
 def guard_torchtitan(manager: Any, guard: Guard | None = None) -> Guard:
-    """Have each save of a CheckpointManager of torchtitan proved, also asynchronous ones.
+    """Verify each save of torchtitan's CheckpointManager in the background, also asynchronous ones.
 
-    Faults are told at the next step, and `manager.close()` waits for the last proofs.
+    Faults are reported at the next step, and `manager.close()` waits until the last saves are verified.
 
     Args:
         manager: the `checkpointer` of torchtitan's Trainer; its `save` and `close` are wrapped.
-        guard: what proves them; None for `Guard()`.
+        guard: the guard that verifies the saves; None for `Guard()`.
 
     Returns:
         The guard.

@@ -25,7 +25,7 @@ class TrainerGuard(Guard, TrainerCallback):  # type: ignore[misc]
     """
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Have the checkpoint proved that the Trainer has just saved."""
+        """Verify the checkpoint that the Trainer has just saved, in the background."""
         name = f"checkpoint-{state.global_step}"
         path = os.path.join(args.output_dir, name)
         if state.is_hyper_param_search:
@@ -34,9 +34,9 @@ class TrainerGuard(Guard, TrainerCallback):  # type: ignore[misc]
         self.check(path)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Tell what was found."""
+        """Report the faults that were found since the last step, as `poll`."""
         self.poll()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Wait for the last proofs."""
+        """Wait until the last saves are verified."""
         self.finish()

@@ -31,7 +31,7 @@ __all__ = [
     "RepositoryState",
     "TransientError",
     "parse_target",
-    "silence",
+    "silence_hub_client",
 ]
 
 T = TypeVar("T")
@@ -89,7 +89,8 @@ class FileToSend(NamedTuple):
 
 
 def parse_target(text: str) -> tuple[str, str | None]:
-    """Return ("org/name", revision or None) for "hf://org/name@revision", "hf://org/name" or "org/name".
+    """Parse the address of a model repository, "hf://org/name@revision", "hf://org/name" or "org/name", and return
+    ("org/name", revision or None).
 
     Raises:
         UsageError: it is none of these.
@@ -128,29 +129,31 @@ class Repository:
         return f"{urls.redact_url(self.api.endpoint)}/{self.repo_id}"
 
     def ask(self, call: Callable[[], T], tries: int = _TRIES, *, writes: bool = False) -> T:
-        """Call a function that uses huggingface_hub, again after transient errors, and return its result. The size of
-        answers and the time to wait for them are limited (storage/answer_limits.py).
+        """Call a function that uses huggingface_hub and return its result; after transient errors, call it again. The
+        size of answers and the time to wait for them are limited (storage/answer_limits.py).
 
         Args:
-            tries: calls at most.
-            writes: whether something is sent, so that an answer may take long.
+            call: the function.
+            tries: the largest number of calls.
+            writes: whether the call sends data, so that an answer may take long.
 
         Raises:
             NotFound: there is no such repository, revision or file, or the token may not see it.
-            CommitConflict, TransientError, RejectedError, RemoteError: with what to do. CkpttoolError: as raised inside
-                the call.
+            CommitConflict, TransientError, RejectedError, RemoteError: other errors of the Hub; the message says what
+                to do.
+            CkpttoolError: as raised inside the call.
         """
         bound_hub_client()
         budget, stalls = RequestBudget(self.url, writes=writes), 0
         for k in range(tries):
             budget.start_try()
             try:
-                with silence(), within_budget_in_all_threads(budget) if writes else within_budget(budget):
+                with silence_hub_client(), within_budget_in_all_threads(budget) if writes else within_budget(budget):
                     return call()
             except Exception as e:
-                if isinstance(e, _FAULTS) and _is_ours(e):
+                if isinstance(e, _FAULTS) and _was_raised_by_ckpttool(e):
                     raise
-                error = self._error_of(e)
+                error = self._convert_error(e)
             if isinstance(error, Stalled):
                 stalls += 1
             again = isinstance(error, TransientError) or (isinstance(error, Stalled) and stalls < LIMITS.stalls)
@@ -159,9 +162,9 @@ class Repository:
             time.sleep(_WAIT * 2**k)
         raise AssertionError
 
-    def _error_of(self, e: Exception) -> CkpttoolError:
-        """Return the error of ckpttool for an exception that `ask` has caught, with what to do."""
-        for inner in _error_chain(e):
+    def _convert_error(self, e: Exception) -> CkpttoolError:
+        """Convert an exception that `ask` has caught to an error of ckpttool, whose message says what to do."""
+        for inner in _iterate_error_chain(e):
             if isinstance(inner, CkpttoolError):
                 return inner
             if type(inner).__name__ == "OfflineModeIsEnabled":
@@ -171,13 +174,13 @@ class Repository:
         if isinstance(e, _FAULTS):
             return RemoteError(
                 f"{self.url}: {urls.redact_url(self.api.endpoint)} does not answer like a Hub ({type(e).__name__}: "
-                f"{retries.redacted_message(e)}). Check HF_ENDPOINT and the proxy, then run the same command again.",
+                f"{retries.redact_message(e)}). Check HF_ENDPOINT and the proxy, then run the same command again.",
                 code="CKPT0906",
             )
         kind, by = retries.classify_error(e)
         if isinstance(e, JSONDecodeError):  # an answer that is no JSON is of something in between
             kind = None
-        words, status = _short_message(by), getattr(getattr(by, "response", None), "status_code", None)
+        words, status = _shorten_message(by), getattr(getattr(by, "response", None), "status_code", None)
         if kind is None and status == 429:
             return TransientError(
                 f"{self.url}: too many requests to the Hub ({words}). Wait a few minutes, then run the same command "
@@ -231,9 +234,9 @@ class Repository:
             found = self.ask(lambda: self.api.repo_info(self.repo_id, revision=revision, expand=["private", "sha"]))
         except retries.NotFound:
             return None
-        commit, files = remote.commit_of(found, self.url), {}
+        commit, files = remote.get_commit_hash(found, self.url), {}
         for f in self.ask(lambda: self._list_files(commit)):
-            files[f.path] = self._checked_file(f)
+            files[f.path] = self._convert_file(f)
         return RepositoryState(bool(found.private), commit, files)
 
     def _list_files(self, commit: str) -> list[Any]:
@@ -246,18 +249,18 @@ class Repository:
         for f in self.api.list_repo_tree(self.repo_id, recursive=True, revision=commit):
             if not hasattr(f, "blob_id"):
                 continue
-            name = urls.check_inside(str(f.path), self.url)
+            name = urls.check_object_name(str(f.path), self.url)
             if name in found or len(found) >= LIMITS.names:
                 many = f"{name!r} twice" if name in found else f"more than {LIMITS.names:,} files"
                 raise RemoteError(f"{self.url}: the Hub lists {many}. Check HF_ENDPOINT.", code="CKPT0906")
             found[name] = f
         return list(found.values())
 
-    def _checked_file(self, f: Any) -> RemoteFile:
-        """Return the size and hashes of a file, given as an object of huggingface_hub.
+    def _convert_file(self, f: Any) -> RemoteFile:
+        """Convert a file, given as an object of huggingface_hub, to its size and hashes.
 
         Raises:
-            RemoteError: they are of other types.
+            RemoteError: these have unexpected types.
         """
         out = RemoteFile(f.size, f.lfs.sha256 if f.lfs else None, f.blob_id)
         if (
@@ -273,7 +276,7 @@ class Repository:
         return out
 
     def is_private(self) -> bool:
-        """Return whether the repository is private now; raises RemoteError if the Hub cannot be asked."""
+        """Whether the repository is private now; asks the Hub, and raises RemoteError if that fails."""
         return bool(self.ask(lambda: self.api.repo_info(self.repo_id, expand=["private"])).private)
 
     def list_branches(self) -> set[str]:
@@ -290,7 +293,7 @@ class Repository:
             return source.read_all(name, most_bytes)
 
     def file_infos(self, names: Sequence[str], commit: str) -> dict[str, RemoteFile]:
-        """Return {name: size and hashes} of these files in a commit; missing ones are left out.
+        """Ask the Hub for some files of a commit, and return {name: size and hashes}; missing files are left out.
 
         Raises:
             RemoteError: the Hub cannot be asked, or its answer makes no sense.
@@ -301,13 +304,13 @@ class Repository:
             found = self.ask(lambda part=part: self.api.get_paths_info(self.repo_id, part, revision=commit))  # type: ignore[misc]
             for f in found:
                 if hasattr(f, "blob_id"):
-                    out[f.path] = self._checked_file(f)
+                    out[f.path] = self._convert_file(f)
         return out
 
     # ------------------------------------------------------------------------------------------------------- actions
 
     def create_repository(self, private: bool) -> None:
-        """Create the repository, unless it exists, whose visibility is then not changed; raises RemoteError if that
+        """Create the repository, unless it exists; an existing one keeps its visibility. Raises RemoteError if that
         fails."""
         self.ask(lambda: self.api.create_repo(self.repo_id, private=private, exist_ok=True))
 
@@ -373,15 +376,15 @@ class Repository:
         """Make one commit; returns (its id, the address of the pull request or None).
 
         Args:
-            adds: files to add, of `upload_files`.
+            adds: the operations that `upload_files` returned.
             gone: names of files to delete.
-            message: the title.
-            parent: the commit that it must be on top of.
-            revision: the branch; None: main.
+            message: title of the commit.
+            parent: the commit that must be the head of the branch.
+            revision: the branch; None for main.
             pull: whether to open a pull request instead of committing to the branch.
 
         Raises:
-            CommitConflict: there is another commit on top of `parent`. TransientError: no answer; the commit may exist.
+            CommitConflict: the head is another commit than `parent`. TransientError: no answer; the commit may exist.
             RejectedError, RemoteError: the Hub refuses.
         """
         from huggingface_hub import CommitOperationDelete
@@ -402,16 +405,16 @@ class Repository:
         return str(done.oid), done.pr_url
 
 
-def _is_ours(e: BaseException) -> bool:
-    """Return whether an exception was raised in code of ckpttool, so that it is a bug, and not huggingface_hub's
-    reaction to an answer."""
+def _was_raised_by_ckpttool(e: BaseException) -> bool:
+    """Whether an exception was raised in the code of ckpttool, and is thus a bug, and not in that of
+    huggingface_hub."""
     at = e.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next
     return at is not None and str(at.tb_frame.f_globals.get("__name__")).startswith("ckpttool.")
 
 
-def _error_chain(e: BaseException | None) -> Iterator[BaseException]:
+def _iterate_error_chain(e: BaseException | None) -> Iterator[BaseException]:
     """Yield an exception, its cause or context, and so on."""
     seen: set[int] = set()
     while e is not None and id(e) not in seen:
@@ -420,9 +423,9 @@ def _error_chain(e: BaseException | None) -> Iterator[BaseException]:
         e = e.__cause__ or e.__context__
 
 
-def _short_message(e: BaseException) -> str:
+def _shorten_message(e: BaseException) -> str:
     """Return the message of an exception of huggingface_hub without secrets and boilerplate."""
-    text = retries.redacted_message(e)
+    text = retries.redact_message(e)
     text = re.sub(r"(Client|Server) error '(\d+ [^']*)' for url '[^']*'", r"\2", text)
     text = re.sub(r" ?For more information check: \S+| ?\(Request ID: [^)]*\)", "", text)
     text = re.sub(r"[. ]*Cannot access content at: \S+ Make sure your token has the correct permissions\.?", "", text)
@@ -430,9 +433,9 @@ def _short_message(e: BaseException) -> str:
 
 
 @contextmanager
-def silence() -> Iterator[None]:
-    """While the block runs, turn off huggingface_hub's progress bars and its logging below errors, which contains
-    signed URLs."""
+def silence_hub_client() -> Iterator[None]:
+    """Turn off huggingface_hub's progress bars and its log messages below errors, which contain signed URLs, while
+    the block runs."""
     from huggingface_hub import utils
 
     bars: Any = utils

@@ -24,7 +24,7 @@ from ..engine.opening import OpenCheckpoint
 from ..errors import Interrupted
 from .virtual_files import Content
 
-__all__ = ["ByteCounter", "FileHashes", "git_oid", "hash_contents", "hash_paths"]
+__all__ = ["ByteCounter", "FileHashes", "compute_git_oid", "hash_contents", "hash_paths"]
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -41,7 +41,7 @@ class FileHashes(NamedTuple):
     lost: dict[str, CastLosses]
 
 
-def git_oid(data: bytes) -> str:
+def compute_git_oid(data: bytes) -> str:
     """Return the id that git gives a file with these bytes, in hex."""
     return sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
@@ -71,12 +71,12 @@ def hash_contents(
 
     def hash_one(content: Content) -> FileHashes:
         """Return the hashes of one file, after giving them to `keep`."""
-        done = _hash(content, crcs, counter.add)
+        done = _hash_content(content, crcs, counter.add)
         with counter.lock:
             keep(content.name, done)
         return done
 
-    out = dict(zip([f.name for f in files], _in_threads(hash_one, files, jobs, counter), strict=True))
+    out = dict(zip([f.name for f in files], _map_in_threads(hash_one, files, jobs, counter), strict=True))
     if next(crcs.missing_parts(), None) is not None:
         reader = Reader(opened.source, ckpt.files, ckpt.records)
         reader.crcs = crcs
@@ -84,12 +84,13 @@ def hash_contents(
     return out
 
 
-def _hash(content: Content, crcs: CrcVerifier, count: Callable[[int], None]) -> FileHashes:
-    """Return the hashes of one file and of its tensors, computed in one pass.
+def _hash_content(content: Content, crcs: CrcVerifier, count: Callable[[int], None]) -> FileHashes:
+    """Hash one file and its tensors in one pass, and return the hashes.
 
     Args:
-        crcs: compares the CRC32s of the source along the way.
-        count: called with the number of bytes of the source that were dealt with, block by block.
+        content: the file.
+        crcs: compares the CRC32s of the source during the pass.
+        count: called with the number of source bytes that were hashed, block by block.
 
     Raises:
         Corrupt, SourceChanged: the source is damaged, or was written to. Interrupted: another thread has failed.
@@ -118,10 +119,11 @@ def _hash(content: Content, crcs: CrcVerifier, count: Callable[[int], None]) -> 
 
 
 def hash_paths(paths: dict[str, str], jobs: int, progress: Progress) -> dict[str, str]:
-    """Return {name: SHA-256 in hex} of files on the disk, `jobs` at a time.
+    """Hash files on the disk, and return {name: SHA-256 in hex}.
 
     Args:
         paths: {name: path}.
+        jobs: number of files that are hashed at the same time.
         progress: called with ("hash", bytes done, bytes in all).
 
     Raises:
@@ -138,7 +140,7 @@ def hash_paths(paths: dict[str, str], jobs: int, progress: Progress) -> dict[str
                 counter.add(n)
         return whole.hexdigest()
 
-    return dict(zip(paths, _in_threads(hash_one, list(paths.values()), jobs, counter), strict=True))
+    return dict(zip(paths, _map_in_threads(hash_one, list(paths.values()), jobs, counter), strict=True))
 
 
 class ByteCounter:
@@ -154,7 +156,7 @@ class ByteCounter:
         self.lock, self.stop = threading.Lock(), threading.Event()
 
     def add(self, n: int) -> None:
-        """Count `n` more bytes, and report them; raises Interrupted once `stop` is set."""
+        """Add `n` bytes to the count, and report the progress; raises Interrupted once `stop` is set."""
         if self.stop.is_set():
             raise Interrupted("the hashing was stopped.")
         with self.lock:
@@ -162,9 +164,9 @@ class ByteCounter:
             self.progress(self.what, self.passed, self.total)
 
 
-def _in_threads(call: Callable[[A], B], items: Sequence[A], jobs: int, counter: ByteCounter) -> list[B]:
-    """Return the results of `call` for each item, computed in `jobs` threads. The first error is raised, and sets
-    `counter.stop`, which ends the other threads."""
+def _map_in_threads(call: Callable[[A], B], items: Sequence[A], jobs: int, counter: ByteCounter) -> list[B]:
+    """Call a function with each item, in `jobs` threads, and return the results in order. The first error is raised,
+    and sets `counter.stop`, which ends the other threads."""
     with ThreadPoolExecutor(max(1, min(jobs, len(items))), "ckpttool-hash") as pool:
         try:
             return list(pool.map(call, items))

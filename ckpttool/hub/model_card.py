@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["CardFacts", "base_model", "update_card"]
+__all__ = ["CardFacts", "find_base_model", "update_card"]
 
 _BEGIN, _END = b"<!-- ckpttool -->", b"<!-- /ckpttool -->"
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -54,9 +54,9 @@ class CardFacts:
         return f"hf://{self.repo_id}" + (f"@{self.branch}" if self.branch else "")
 
 
-def base_model(facts: CardFacts) -> str | None:
-    """Return the Hub id of the base model, if adapter_config.json or config.json names one; None if not, or if that may
-    be a path."""
+def find_base_model(facts: CardFacts) -> str | None:
+    """Return the Hub id of the base model that adapter_config.json or config.json names; None if there is none, or
+    if it may be a local path."""
     import os
 
     for found in (facts.adapter.get("base_model_name_or_path"), facts.config.get("_name_or_path")):
@@ -68,14 +68,15 @@ def base_model(facts: CardFacts) -> str | None:
 
 
 def update_card(existing: bytes | None, facts: CardFacts) -> bytes:
-    """Return README.md with ckpttool's section as these facts have it; everything else in it is kept.
+    """Return README.md with ckpttool's section for these facts; everything outside of the section is kept.
 
     Args:
-        existing: the README.md that is there; None: there is none, and a new one is made.
+        existing: the present README.md; None to make a new one.
+        facts: the content of the section.
     """
     section = _make_section(facts).encode()
     if existing is None:
-        return _new_card_head(facts).encode() + section + b"\n"
+        return _make_card_head(facts).encode() + section + b"\n"
     begin = existing.rfind(_BEGIN, 0, max(0, existing.rfind(_END)))  # the last one that is ended
     if begin >= 0:
         end = existing.find(_END, begin)
@@ -84,7 +85,7 @@ def update_card(existing: bytes | None, facts: CardFacts) -> bytes:
     return existing + gap + section + b"\n"
 
 
-def _new_card_head(facts: CardFacts) -> str:
+def _make_card_head(facts: CardFacts) -> str:
     """Return the beginning of a new README.md, before ckpttool's section: YAML metadata and a title."""
     from huggingface_hub import ModelCardData
 
@@ -92,7 +93,7 @@ def _new_card_head(facts: CardFacts) -> str:
     data = ModelCardData(
         library_name="peft" if peft else "transformers" if known else None,
         tags=["ckpttool", *(["lora"] if facts.adapter.get("peft_type") == "LORA" else [])],
-        base_model=base_model(facts),
+        base_model=find_base_model(facts),
     )
     return f"---\n{data.to_yaml()}\n---\n\n# {facts.repo_id.split('/')[1]}\n\n"
 
@@ -102,13 +103,13 @@ def _make_section(facts: CardFacts) -> str:
     total = sum(facts.dtypes.values())
     most = sorted(facts.dtypes, key=lambda d: -facts.dtypes[d])
     dtypes = ", ".join(d if len(most) == 1 else f"{d} ({facts.dtypes[d]:,})" for d in most)
-    by = f", of {_table_text(facts.trainer)}" if facts.trainer else ""
+    by = f", of {_escape_for_table(facts.trainer)}" if facts.trainer else ""
     ranks = f" of {facts.world_size} ranks" if facts.world_size else ""
     rows = [("parameters", f"{total:,}"), ("dtype", dtypes)]
     if facts.step is not None:
         rows.append(("training step", f"{facts.step:,}"))
-    rows.append(("made from", f"a checkpoint in the layout {_table_text(facts.layout)}{ranks}{by}"))
-    rows += [(f"digest of {_table_text(k)}", f"`blake3:{v}`") for k, v in facts.digest.items() if k != "all"]
+    rows.append(("made from", f"a checkpoint in the layout {_escape_for_table(facts.layout)}{ranks}{by}"))
+    rows += [(f"digest of {_escape_for_table(k)}", f"`blake3:{v}`") for k, v in facts.digest.items() if k != "all"]
     if len(facts.digest) > 2:
         rows.append(("digest of all", f"`blake3:{facts.digest['all']}`"))
     rows.append(("written by", f"ckpttool {facts.version}"))
@@ -125,10 +126,10 @@ def _make_section(facts: CardFacts) -> str:
             "To load it:",
             "",
             "```python",
-            *_load_instructions(facts),
+            *_make_load_instructions(facts),
             "```",
             "",
-            *_check_instructions(facts),
+            *_make_check_instructions(facts),
             "",
             f"To get {state} as a checkpoint of `torch.distributed.checkpoint` for 8 ranks:",
             "",
@@ -140,7 +141,7 @@ def _make_section(facts: CardFacts) -> str:
     )
 
 
-def _check_instructions(facts: CardFacts) -> list[str]:
+def _make_check_instructions(facts: CardFacts) -> list[str]:
     """Return the lines of Markdown that say how to check the weights."""
     if facts.changed:
         lines, option = ["To check every tensor against the digests in `ckpttool.json`:"], "--read-data"
@@ -154,7 +155,7 @@ def _check_instructions(facts: CardFacts) -> list[str]:
     return [*lines, "", "```", f"ckpttool verify {facts.url} {option}", "```"]
 
 
-def _load_instructions(facts: CardFacts) -> list[str]:
+def _make_load_instructions(facts: CardFacts) -> list[str]:
     """Return the lines of Python that load the weights."""
     where = f'"{facts.repo_id}"' + (f', revision="{facts.branch}"' if facts.branch else "")
     if facts.adapter:
@@ -177,7 +178,7 @@ def _load_instructions(facts: CardFacts) -> list[str]:
     ]
 
 
-def _table_text(text: str) -> str:
+def _escape_for_table(text: str) -> str:
     """Return a text from a checkpoint for one cell of a table: at most 80 characters, with underscores for what
     Markdown or HTML could interpret."""
     return re.sub(r"[^\w .,:+/-]", "_", text, flags=re.ASCII)[:80]

@@ -56,7 +56,8 @@ def pull(
 
     Args:
         repository: "hf://org/name", or "hf://org/name@revision".
-        revision: branch, tag or commit, unless `repository` names one. (the others): as `convert`.
+        revision: branch, tag or commit, unless `repository` names one.
+        (the others): as `convert`.
 
     Raises:
         Corrupt: a tensor does not have its recorded digest. CkpttoolError: one of errors.py; the
@@ -98,7 +99,7 @@ def pull_repository(
             "the name; log in with `hf auth login` or set HF_TOKEN."
         )
     notes: list[str] = []
-    expected = None if writing.ignore_recorded_digests else _recorded_digests(hub, state, notes)
+    expected = None if writing.ignore_recorded_digests else _read_recorded_digests(hub, state, notes)
     result = conversion.run_conversion(
         f"{hub.url}@{state.commit}", dst, reading, replace(writing, expected=expected), running
     )
@@ -110,11 +111,12 @@ def pull_repository(
     return Pulled(hub.url, state.commit, result.compared, notes, result)
 
 
-def _recorded_digests(hub: Repository, state: RepositoryState, notes: list[str]) -> dict[str, str]:
-    """Return {tensor: digest} that ckpttool.json records for the weights in the repository; {} if there is no such file
-    or it describes other weights, and then a note says so.
+def _read_recorded_digests(hub: Repository, state: RepositoryState, notes: list[str]) -> dict[str, str]:
+    """Return {tensor: digest} from the ckpttool.json of the repository; {}, with a note, if there is none or it
+    describes other weights.
 
     Args:
+        hub: the repository.
         state: the repository at the commit that is pulled.
         notes: gets the note.
 
@@ -127,7 +129,7 @@ def _recorded_digests(hub: Repository, state: RepositoryState, notes: list[str])
     try:
         record = parse(hub.read_file(RECORD, state.commit, MOST_RECORD_BYTES), RECORD)
         files, tensors = record["files"], {str(n): str(t[2]) for n, t in record["tensors"].items()}
-        other = _changed_weights(files, state.files)
+        other = _find_changed_weights(files, state.files)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, Corrupt, Unsafe):
         notes.append(f"{RECORD} in the repository is not what a push writes; digests were not compared")
         return {}
@@ -139,7 +141,7 @@ def _recorded_digests(hub: Repository, state: RepositoryState, notes: list[str])
     return tensors
 
 
-def _changed_weights(listed: Mapping[str, Any], there: Mapping[str, RemoteFile]) -> str | None:
+def _find_changed_weights(listed: Mapping[str, Any], there: Mapping[str, RemoteFile]) -> str | None:
     """Return the first file of weights that was changed since the push; None if there is none. Other files are not
     compared.
 

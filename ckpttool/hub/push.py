@@ -25,7 +25,7 @@ from typing import Any, TypeVar, Unpack
 from .._version import __version__
 from ..bounded_json import parse
 from ..engine import conversion, plan_files, planning, recorded, verification
-from ..engine.copy.fill import lost_notes, note_lost
+from ..engine.copy.fill import describe_cast_losses, record_cast_losses
 from ..engine.copy.tensor_digests import reporting
 from ..engine.recorded import MOST_RECORD_BYTES, RECORD
 from ..errors import Corrupt, DestinationExists, Interrupted, RemoteError, Unsafe, UsageError, argument, note_change
@@ -47,7 +47,7 @@ from .hashing import ByteCounter, FileHashes, hash_contents, hash_paths
 from .journal import Journal
 from .push_file import PushFile
 from .push_target import PushTarget
-from .virtual_files import Content, VirtualFile, contents
+from .virtual_files import Content, VirtualFile, make_contents
 
 __all__ = ["Push", "Pushed", "push", "push_checkpoint"]
 
@@ -104,7 +104,8 @@ def push(
         message: title of the commit.
         stage: folder to write the files to first; by default they are uploaded as they are read.
         threads: number of files that are hashed, and uploaded, at the same time.
-        dry_run: ask the Hub, but read no tensor, upload and create nothing. (the others): as `convert`.
+        dry_run: ask the Hub, but read no tensor, upload and create nothing.
+        (the others): as `convert`.
 
     Raises:
         CkpttoolError: one of errors.py. Before the commit, nothing in the repository changes, except that it or the
@@ -227,8 +228,8 @@ class Push:
         self.planned = planned = planning.plan_conversion(src, f"{repo_id}/", reading, self.writing, False)
         self.opened, self.draft, self.layout = planned.opened, planned.draft, planned.target
         try:
-            self.files = contents(self.opened, self.draft, IOBudget(1))
-            screening.refuse_forbidden((c.name, _searchable_text(c)) for c in self.files)
+            self.files = make_contents(self.opened, self.draft, IOBudget(1))
+            screening.refuse_forbidden((c.name, _select_searchable_bytes(c)) for c in self.files)
             screening.refuse_forbidden([(RECORD, "\n".join(self.draft.sources).encode("utf-8", "replace"))])
             self.repository = Repository(repo_id)
         except BaseException:
@@ -312,7 +313,7 @@ class Push:
             self.target.read_card(state)
         try:
             weights, record = self.stage_files(stage, progress) if stage is not None else self.hash_files(progress)
-            self.notes += lost_notes(record.get("lost", {}))
+            self.notes += describe_cast_losses(record.get("lost", {}))
             return self.commit_in_rounds(weights, record, created, progress)
         except KeyboardInterrupt:
             if self.made is not None:
@@ -326,8 +327,8 @@ class Push:
             ) from None
 
     def _add_warnings(self, state: RepositoryState | None, out: Pushed) -> None:
-        """Add to the result what the push deletes, and warnings about other files in the repository; `state` is None if
-        it does not exist."""
+        """Add the files that the push deletes, and warnings about other files in the repository, to the result
+        `out`; `state` is None if the repository does not exist."""
         if state is not None:
             out.deleted = self.target.list_stale(state)
             out.notes += self.target.list_warnings(state, out.files)
@@ -335,12 +336,14 @@ class Push:
     # ------------------------------------------------------------------------------------------------------- hashes
 
     def open_journal(self) -> Journal:
-        """Return the hashes that earlier runs with the same source and options have kept. They are empty, and nothing
-        is kept, if the source cannot tell whether its files changed."""
+        """Open the journal with the hashes from earlier runs with the same source and options. If the source cannot
+        tell whether its files changed, the journal is empty and keeps nothing."""
         if not self.opened.source.has_versions():
             return Journal(None)
         return Journal(
-            plan_files.plan_id(self.opened.source, self.draft, self.layout, "push 1", self.reading, self.writing)
+            plan_files.compute_plan_id(
+                self.opened.source, self.draft, self.layout, "push 1", self.reading, self.writing
+            )
         )
 
     def hash_files(self, progress: Progress) -> tuple[list[PushFile], dict[str, Any]]:
@@ -361,10 +364,12 @@ class Push:
             found: dict[str, str] = {}
             for c in self.files:
                 found |= journal.files[c.name].tensors
-                note_lost(self.draft, journal.files[c.name].lost)
+                record_cast_losses(self.draft, journal.files[c.name].lost)
             found |= {name: found[other] for name, other in self.draft.aliases.items()}
             budget = IOBudget(self.jobs)
-            wanted, digests = verification.check_copied(self.opened, self.draft, found, self.writing, progress, budget)
+            wanted, digests = verification.check_source_digests(
+                self.opened, self.draft, found, self.writing, progress, budget
+            )
             record = recorded.make_record(self.planned, wanted, digests)
             journal.add_record(record)
         else:
@@ -379,13 +384,17 @@ class Push:
         return files, journal.record
 
     def stage_files(self, stage: str, progress: Progress) -> tuple[list[PushFile], dict[str, Any]]:
-        """Convert into the folder `stage` and hash its files, or take over what an earlier run left there, if it is
+        """Convert into the folder `stage` and hash its files, or reuse the folder if an earlier run wrote it and it is
         unchanged.
 
         Returns (every planned file with its path and hash, the content of ckpttool.json).
 
+        Args:
+            stage: the folder.
+            progress: called with (phase, bytes done, bytes in all).
+
         Raises:
-            DestinationExists: something else is there. CkpttoolError: the conversion failed.
+            DestinationExists: something else is at that path. CkpttoolError: the conversion failed.
         """
         journal, folder = self.open_journal(), os.path.abspath(stage)
         paths = {c.name: os.path.join(folder, c.name) for c in self.files}
@@ -469,11 +478,12 @@ class Push:
         raise AssertionError
 
     def check_commit(self, commit: str, files: Sequence[PushFile], out: Pushed) -> None:
-        """Check that the new commit has the files of the push, and that the repository is still private, if it was;
-        both are noted in the result, `out`.
+        """Check that the new commit has the files of the push, and that a private repository is still private. The
+        commit and the visibility are written into the result, `out`.
 
         Raises:
-            Differs: a file is another one. RemoteError: the Hub cannot be asked, or the repository became public.
+            Differs: a file is missing or differs. RemoteError: the Hub cannot be asked, or the repository became
+                public.
         """
         out.commit = commit
         note_change(f"{self.repository.url} has the commit {commit}.")
@@ -486,16 +496,16 @@ class Push:
             raise RemoteError(self.target.became_public_message(commit))
 
     def upload(self, changed: Sequence[PushFile], sent: dict[str, int], progress: Progress) -> list[Any]:
-        """Upload the large ones among the files that the repository lacks; returns the operations for a commit of all
-        of them.
+        """Upload the large files among those that the repository lacks, and return the operations that commit all of
+        them.
 
         Args:
-            changed: these files.
-            sent: {name: bytes} of files whose bytes were sent is added to it, also before an error.
+            changed: the files that the repository lacks, or has with other bytes.
+            sent: {name: bytes}, to which the files whose bytes were sent are added, also before an error.
             progress: called with ("upload", bytes done, bytes in all).
 
         Raises:
-            RejectedError: the Hub refuses; hashes that an earlier run has kept are deleted.
+            RejectedError: the Hub refuses; hashes from an earlier run are deleted then.
             TransientError, RemoteError: it does not answer. Corrupt, SourceChanged: the source cannot be read.
         """
         counter = ByteCounter("upload", sum(f.size for f in changed if f.data is None), progress)
@@ -508,7 +518,7 @@ class Push:
             sending.append(FileToSend(f.name, b"" if what is None else what, f.size, f.sample(), f.sha256))
         try:
             send = self.repository.upload_files
-            adds = _stoppable(lambda: send(sending, self.revision, self.pull, self.jobs), stop)
+            adds = _run_stoppable(lambda: send(sending, self.revision, self.pull, self.jobs), stop)
         except RejectedError as e:
             if not self.taken_over:
                 raise
@@ -590,15 +600,15 @@ class Push:
         return model_card.update_card(old, facts)
 
     def default_message(self, record: Mapping[str, Any]) -> str:
-        """Return the title of a commit for which none was given: the name of the source and the training step."""
+        """Return the title of a commit if the user gave none; it names the source and the training step."""
         step = step_count(self.opened.checkpoint.value)
         return f"ckpttool push of {record['source']['name']}" + ("" if step is None else f", step {step}")
 
     def initial_result(self, state: RepositoryState | None, created: bool) -> Pushed:
-        """Return the result, as far as it is known before anything is hashed or sent.
+        """Return a result with everything that is known before anything is hashed or sent.
 
         Args:
-            state: the repository; None: it does not exist yet.
+            state: the repository; None if it does not exist yet.
             created: whether it is created by this push.
         """
         return Pushed(
@@ -614,9 +624,9 @@ class Push:
         )
 
 
-def _stoppable(call: Callable[[], T], stop: threading.Event) -> T:
-    """Return the result of `call`, which runs in another thread. If we are interrupted, or it raises, `stop` is set and
-    its end is waited for."""
+def _run_stoppable(call: Callable[[], T], stop: threading.Event) -> T:
+    """Call a function in another thread and return its result. On an interrupt or an error, set `stop` and wait for
+    the function's end."""
     with ThreadPoolExecutor(1, "ckpttool-push") as pool:
         try:
             return pool.submit(call).result()
@@ -625,9 +635,9 @@ def _stoppable(call: Callable[[], T], stop: threading.Event) -> T:
             raise
 
 
-def _searchable_text(content: Content) -> bytes:
-    """Return the part of a file that is searched for secrets and pickles: of weights, the header with the names, of
-    other files everything."""
+def _select_searchable_bytes(content: Content) -> bytes:
+    """Return the part of a file that is searched for secrets and pickles: the header of a safetensors file, which
+    has the names; all bytes of any other file."""
     return content.head[8:] if content.jobs and content.name.endswith(".safetensors") else content.head
 
 

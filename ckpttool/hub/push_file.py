@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .client import RemoteFile
-from .hashing import git_oid
+from .hashing import compute_git_oid
 from .virtual_files import Content, VirtualFile
 
 __all__ = ["PushFile"]
@@ -29,16 +29,16 @@ class PushFile:
         return known.sha256 == self.sha256 if known.sha256 is not None else known.oid == self.oid()
 
     def oid(self) -> str:
-        """Return the id that git gives the file, in hex, for small files, which the Hub keeps in git. Reads all of
-        it."""
+        """Compute the id, in hex, of the file's git blob, by reading all of the file. The Hub has it for small
+        files, which it keeps in git."""
         if self.data is not None:
-            return git_oid(self.data)
+            return compute_git_oid(self.data)
         if self.path is not None:
             with open(self.path, "rb") as f:
-                return git_oid(f.read())
+                return compute_git_oid(f.read())
         assert self.content is not None
         with VirtualFile(self.content) as f:
-            return git_oid(f.read())
+            return compute_git_oid(f.read())
 
     def sample(self) -> bytes:
         """Return its first 512 bytes, by which the Hub recognises text."""

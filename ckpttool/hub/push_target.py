@@ -35,13 +35,13 @@ class PushTarget:
     names: frozenset[str]
 
     def refuse_visibility(self, state: RepositoryState | None) -> RepositoryState | None:
-        """Return `state` unchanged, unless the repository has another visibility than this push asks for.
+        """Check that the repository has the visibility that this push asks for, and return `state` unchanged.
 
         Args:
-            state: the repository; None: it does not exist, which is allowed.
+            state: the repository; None if it does not exist, which is allowed.
 
         Raises:
-            UsageError: it is public and a private one was asked for, or the other way round.
+            UsageError: it is public and a private one was asked for, or the reverse.
         """
         url = self.repository.url
         if state is not None and not state.private and not self.public:
@@ -59,8 +59,7 @@ class PushTarget:
         return state
 
     def needs_branch(self) -> bool:
-        """Return whether the branch that is pushed to has to be created; asks the Hub, unless it is main or a pull
-        request.
+        """Whether the branch of the push has to be created. The Hub is asked, except for main and for pull requests.
 
         Raises:
             UsageError: the revision is not a branch and cannot become one. RemoteError: the Hub cannot be asked.
@@ -75,14 +74,19 @@ class PushTarget:
         return self.revision not in self.repository.list_branches()
 
     def list_warnings(self, state: RepositoryState, files: Container[str]) -> list[str]:
-        """Return warnings, as sentences, about files of the repository that stay there and affect those who load
-        `files`, the names of the files of this push."""
+        """Return warnings, one sentence each, about files that stay in the repository and affect those who load the
+        pushed files.
+
+        Args:
+            state: the repository before the push.
+            files: names of the files of this push.
+        """
         out: list[str] = []
         pickles = sorted(n for n in state.files if _PICKLES.fullmatch(n))
         if pickles:
             out.append(
                 f"{self.repository.url} contains pickles, which run code when they are loaded; this push leaves them "
-                f"there: {_list_names(pickles)}"
+                f"there: {_describe_names(pickles)}"
             )
         if not self.adapter and "adapter_config.json" in state.files:
             out.append(
@@ -94,7 +98,7 @@ class PushTarget:
             n for n in state.files if n.endswith(".safetensors") and "/" not in n and n not in files and n not in stale
         )
         if others:
-            out.append(f"the repository contains other weights, which stay there: {_list_names(others)}")
+            out.append(f"the repository contains other weights, which stay there: {_describe_names(others)}")
         if self.adapter and any(_STALE.fullmatch(n) for n in state.files):
             out.append(
                 "the repository contains the weights of a model, which `pull` and `digest` read, but from now on "
@@ -134,10 +138,10 @@ class PushTarget:
         )
 
     def check_commit(self, files: Sequence[PushFile], commit: str) -> None:
-        """Ask the Hub whether the commit contains these files.
+        """Check, by asking the Hub, that a commit contains these files.
 
         Raises:
-            Differs: one is missing, or another one. RemoteError: the Hub cannot be asked.
+            Differs: a file is missing or differs. RemoteError: the Hub cannot be asked.
         """
         there = self.repository.file_infos([f.name for f in files], commit)
         for f in files:
@@ -166,6 +170,6 @@ def _describe_hash(known: RemoteFile) -> str:
     return f"SHA-256 {known.sha256}" if known.sha256 else f"git blob {known.oid}"
 
 
-def _list_names(names: Sequence[str]) -> str:
-    """Return the first five names, and how many there are, as text for a message."""
+def _describe_names(names: Sequence[str]) -> str:
+    """Return a text for a message with the first five names, and the number of files if there are more."""
     return ", ".join(names[:5]) + (f", ... ({len(names)} files)" if len(names) > 5 else "")

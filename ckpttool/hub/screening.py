@@ -32,13 +32,13 @@ from ..bounded_json import refuse_bomb
 from ..errors import Unsafe, argument
 from ..huggingface.model_files import PACKED
 
-__all__ = ["forbidden_kind", "refuse_forbidden"]
+__all__ = ["find_forbidden_kind", "refuse_forbidden"]
 
 _PICKLE, _ARCHIVE = "a pickle", "an archive"
 
 
 def _looks_random(text: str) -> bool:
-    """Return whether a part of a text looks random: 16 or more letters and digits in frequent alternation."""
+    """Whether a text contains 16 or more letters and digits in a row that alternate as in a random key."""
     for run in re.findall(r"[A-Za-z0-9]{16,}", text):
         kinds = [0 if c.isdecimal() else 1 if c.isupper() else 2 for c in run]
         if kinds.count(0) >= 3 and sum(a != b for a, b in pairwise(kinds)) * 4 >= len(run):
@@ -46,7 +46,7 @@ def _looks_random(text: str) -> bool:
     return False
 
 
-def _is_mixed(value: str) -> bool:
+def _looks_like_key(value: str) -> bool:
     """Return whether a value looks like a key: at least 16 characters, letters and digits of many kinds, and not a
     path, URL or date."""
     if len(value) < 16 or len(value) > 4096 or len(set(value)) < 9:
@@ -68,13 +68,13 @@ def _has_both_cases(text: str) -> bool:
     return re.search(r"[A-Z]", text) is not None and re.search(r"[a-z]", text) is not None
 
 
-def _unlike_words(text: str) -> bool:
+def _is_sk_key(text: str) -> bool:
     """Return whether a text that begins with "sk-" is a key and not words with hyphens."""
     return re.match(r"sk-(?:proj|svcacct|admin|ant-[a-z]+\d\d|or-v1)-", text) is not None or _looks_random(text)
 
 
 def _is_password(text: str) -> bool:
-    """Return whether a text is a password and not a placeholder."""
+    """Whether a text in the place of a password is one, and not a placeholder."""
     return not _PLACEHOLDER.fullmatch(text) and text.lower() not in ("password", "passwd", "pass", "pwd", "token")
 
 
@@ -96,7 +96,7 @@ _FORMS: tuple[tuple[str, tuple[str, ...], re.Pattern[str], Callable[[str], bool]
     ),
     ("a GitLab token", ("glpat-",), re.compile(r"(?<![A-Za-z0-9])glpat-([A-Za-z0-9_-]{20,})"), bool),
     ("an npm token", ("npm_",), re.compile(r"(?<![A-Za-z0-9_])npm_([A-Za-z0-9]{36})(?![A-Za-z0-9])"), _looks_random),
-    ("an API key", ("sk-",), re.compile(r"(?<![A-Za-z0-9])(sk-[A-Za-z0-9_-]{20,})"), _unlike_words),
+    ("an API key", ("sk-",), re.compile(r"(?<![A-Za-z0-9])(sk-[A-Za-z0-9_-]{20,})"), _is_sk_key),
     ("an API key", ("k_live_",), re.compile(r"(?<![A-Za-z0-9])[sr]k_live_([A-Za-z0-9]{16,})"), bool),
     ("a Slack token", ("xox",), re.compile(r"(?<![A-Za-z0-9])(xox[abeprs]-[A-Za-z0-9-]{16,})"), bool),
     ("a Google API key", ("AIza",), re.compile(r"(?<![A-Za-z0-9])AIza([A-Za-z0-9_-]{35})(?![A-Za-z0-9_-])"), bool),
@@ -110,7 +110,7 @@ _FORMS: tuple[tuple[str, tuple[str, ...], re.Pattern[str], Callable[[str], bool]
         "what a request is authorised by",
         ("earer ", "EARER ", "asic ", "BASIC "),
         re.compile(r"(?<![A-Za-z0-9])(?i:bearer|basic) {1,9}([A-Za-z0-9._~+/=-]{16,4096})"),
-        _is_mixed,
+        _looks_like_key,
     ),
     (
         "the key of an account",
@@ -174,7 +174,7 @@ def refuse_forbidden(files: Iterable[tuple[str, bytes]]) -> None:
         Unsafe: with the file and what was found.
     """
     for name, data in files:
-        found = forbidden_kind(data)
+        found = find_forbidden_kind(data)
         if found in (_PICKLE, _ARCHIVE):
             why = (
                 "loading one runs code" if found == _PICKLE else "nobody can see what it holds, and a model needs none"
@@ -192,62 +192,65 @@ def refuse_forbidden(files: Iterable[tuple[str, bytes]]) -> None:
             )
 
 
-def forbidden_kind(data: bytes) -> str | None:
+def find_forbidden_kind(data: bytes) -> str | None:
     """Return why a file with these bytes must not be pushed: "a pickle", "an archive" or the kind of secret in it, for
     a message; None if it may be pushed."""
     if _is_pickle(data) or _holds_pickle(data):
         return _PICKLE
     if data.startswith(PACKED) or zipfile.is_zipfile(io.BytesIO(data)):
         return _ARCHIVE
-    found = _find_in_text(data)
+    found = _find_secret_in_text(data)
     if found is None and b"\0" in data:  # UTF-16 and UTF-32 of ASCII are that with NULs in between
-        found = _find_in_text(data.replace(b"\0", b""))
+        found = _find_secret_in_text(data.replace(b"\0", b""))
     if found is None and data.lstrip(b"\xef\xbb\xbf\xff\xfe\0 \t\r\n")[:1] in (b"{", b"["):
-        found = _find_in_json(data)
+        found = _find_secret_in_json(data)
     return found
 
 
 # ----------------------------------------------------------------------------------------------------------- secrets
 
 
-def _find_in_text(data: bytes) -> str | None:
-    """Return the kind of the first secret in the bytes of a text, for a message; None if there is none."""
+def _find_secret_in_text(data: bytes) -> str | None:
+    """Search the bytes of a text for secrets, and return the kind of the first one, for a message; None if there is
+    none."""
     text = data.decode("latin-1")  # as many characters as bytes; all that is looked for is ASCII
     for kind, parts, form, check in _FORMS:
         if any(part in text for part in parts) and any(check(m[1]) for m in form.finditer(text)):
             return kind
-    for found in _find_named(data.lower(), text):
+    for found in _iterate_secret_keys(data.lower(), text):
         pair = found.groupdict().get("pair")  # words of a list, perhaps
         if _is_secret(found["key"], found["value"], bool(found["quote"]) and not pair):
-            return _kind_for_key(found["key"])
+            return _describe_secret_of_key(found["key"])
     return None
 
 
-def _kind_for_key(key: str) -> str:
+def _describe_secret_of_key(key: str) -> str:
     """Return the kind of a secret that is the value of this key, for a message."""
     return f'what its key "{key.lstrip("-")[:40]}" says'
 
 
 def _is_secret(key: str, value: str, quoted: bool) -> bool:
-    """Return whether a value looks like a secret; its key is known to be named like that of one.
+    """Whether a value is likely a secret, if its key is named like that of a secret.
 
     Args:
-        quoted: whether it is in quotes; for passwords, words will do then.
+        key: the key.
+        value: the value.
+        quoted: whether the value is in quotes; for a password, quoted words are sufficient.
     """
     if _PLACEHOLDER.fullmatch(value):
         return False
-    if _is_mixed(value):
+    if _looks_like_key(value):
         return True
     chosen = re.search(r"(?i)passw|passphrase|pwd", key)  # by a person: words will do
     return chosen is not None and quoted and len(value) >= 12 and not _PATH.match(value) and "://" not in value
 
 
-def _find_named(lower: bytes, text: str) -> Iterator[re.Match[str]]:
-    """Yield matches of keys that are named like those of secrets, with their values, in the groups "key", "value" and
-    "quote".
+def _iterate_secret_keys(lower: bytes, text: str) -> Iterator[re.Match[str]]:
+    """Yield the matches of keys that are named like those of secrets, with the groups "key", "value" and "quote".
 
     Args:
-        lower, text: the same text, once in lower case and as bytes.
+        lower: the text in lower case, as bytes.
+        text: the text itself.
     """
     for stem in _STEMS:
         at = lower.find(stem)
@@ -266,9 +269,9 @@ class _Pairs(list[tuple[str, Any]]):
     """An object of JSON with all its keys, including duplicates."""
 
 
-def _find_in_json(data: bytes) -> str | None:
-    """Return the kind of a secret in a JSON file that a search of its bytes would not see, such as one with escapes;
-    None if there is none, or the bytes are not JSON."""
+def _find_secret_in_json(data: bytes) -> str | None:
+    """Search a JSON file for secrets that a search of its bytes would miss, such as those with escapes. Return the
+    kind of the first one, for a message; None if there is none, or the bytes are not JSON."""
     try:
         refuse_bomb(data, "a file")
         read = json.loads(data, object_pairs_hook=_Pairs)
@@ -280,7 +283,7 @@ def _find_in_json(data: bytes) -> str | None:
         x, key = todo.pop()
         if isinstance(x, _Pairs):
             texts += [k for k, _ in x if _is_long_enough(k)]
-            todo += _values_of(x, key)
+            todo += _iterate_json_values(x, key)
         elif isinstance(x, list):
             todo += ((item, key) for item in x)
             for name, item in pairwise(x):
@@ -288,24 +291,24 @@ def _find_in_json(data: bytes) -> str | None:
                     isinstance(item, str) and _is_long_enough(item) and isinstance(name, str) and _is_secret_key(name)
                 )
                 if both and _is_secret(name, item, False):
-                    return _kind_for_key(name)
+                    return _describe_secret_of_key(name)
         elif isinstance(x, str) and _is_long_enough(x):
             texts.append(x)
             if key is not None and _looks_secret(key, x):
-                return _kind_for_key(key)
+                return _describe_secret_of_key(key)
     if b"\\" not in data and b'"$' not in data:
         return None  # it is spelled as it reads
-    return _find_in_text("\n".join(texts).encode("utf-8", "replace"))
+    return _find_secret_in_text("\n".join(texts).encode("utf-8", "replace"))
 
 
-def _values_of(x: _Pairs, above: str | None) -> Iterator[tuple[Any, str | None]]:
-    """Yield (value, its key) of a JSON object, with what values.json encodes (bytes, texts, dicts) decoded; the key is
-    None if there is none.
+def _iterate_json_values(x: _Pairs, above: str | None) -> Iterator[tuple[Any, str | None]]:
+    """Yield (value, its key or None) of a JSON object. What values.json encodes (bytes, texts, dicts) is decoded.
 
     Args:
-        above: the key that the object itself is the value of; None if there is none.
+        x: the object.
+        above: the key whose value the object is; None if there is none.
     """
-    above = next((_last_text(item) for key, item in x if key == "path"), None) or above
+    above = next((_find_last_text(item) for key, item in x if key == "path"), None) or above
     for key, item in x:
         if key in ("$bytes", "$bytearray") and isinstance(item, str):
             try:
@@ -318,14 +321,13 @@ def _values_of(x: _Pairs, above: str | None) -> Iterator[tuple[Any, str | None]]
             for pair in item:
                 if isinstance(pair, list) and len(pair) == 2:
                     yield pair[0], None
-                    yield pair[1], _last_text(pair[0]) or above
+                    yield pair[1], _find_last_text(pair[0]) or above
         elif key not in ("$tensor", "path"):
             yield item, above if key in _SPELLING else key
 
 
-def _last_text(x: Any) -> str | None:
-    """Return the last text in a key of a dict, which may be a tuple, given as JSON; None if that does not end with a
-    text."""
+def _find_last_text(x: Any) -> str | None:
+    """Return the last text in the JSON of a dict's key, which may be a tuple; None if the last element is no text."""
     while isinstance(x, list) and x:
         x = x[-1][1] if isinstance(x, _Pairs) else x[-1]
     return x if isinstance(x, str) else None
@@ -345,7 +347,7 @@ def _looks_secret(key: str, value: str) -> bool:
     """Return whether the text `value` is a secret, judged with the name of its key."""
     if _is_secret_key(key):
         return _is_secret(key, value, True) and not re.search(r"\s", value)
-    return len(value) >= 20 and _MAYBE.fullmatch(key) is not None and _is_mixed(value) and _looks_random(value)
+    return len(value) >= 20 and _MAYBE.fullmatch(key) is not None and _looks_like_key(value) and _looks_random(value)
 
 
 # ---------------------------------------------------------------------------------------------------------- pickles
@@ -372,8 +374,8 @@ def _is_pickle(data: bytes) -> bool:
 
 
 def _walk_opcodes(data: bytes) -> tuple[bool, int]:
-    """Return (whether a stream of pickle opcodes calls something, the bytes up to its end); (False, 0) if it is not
-    one."""
+    """Parse the bytes as pickle opcodes, and return (whether one of them calls something, number of bytes up to the
+    end of the pickle); (False, 0) if they are not a pickle."""
     stream, calls = io.BytesIO(data), False
     try:
         for op, arg, _ in pickletools.genops(stream):

@@ -27,7 +27,7 @@ from ..index.draft import Draft
 from ..index.records import Records
 from ..storage.buffers import IOBudget
 
-__all__ = ["Content", "VirtualFile", "contents"]
+__all__ = ["Content", "VirtualFile", "make_contents"]
 
 
 #: Whoever takes the file knows its SHA-256, which was computed of bytes whose CRC32s were compared.
@@ -55,9 +55,10 @@ class Content:
         """Yield blocks of bytes of the tensors in this file, in order.
 
         Args:
-            index: number of the tensor to begin with.
-            first: element of that tensor from which on blocks are needed; the first block may begin before it.
-            crcs: compares the CRC32s of the source, for many streams together; None: each stream does that for itself.
+            index: number of the first tensor.
+            first: the first element of that tensor that is needed; the first block may begin before it.
+            crcs: compares the CRC32s of the source, together for several streams; None to compare them for this stream
+                alone.
 
         Raises:
             Corrupt: bytes are missing or do not have the CRC32 that the source records. SourceChanged: the source was
@@ -70,11 +71,12 @@ class Content:
         return reader.blocks(self.jobs[index:], first)
 
 
-def contents(opened: OpenCheckpoint, draft: Draft, budget: IOBudget) -> list[Content]:
-    """Return the files that a draft of the hf layout plans, in its order; nothing is read.
+def make_contents(opened: OpenCheckpoint, draft: Draft, budget: IOBudget) -> list[Content]:
+    """Return a `Content` for each file that a draft of the hf layout plans, in the draft's order; nothing is read.
 
     Args:
-        opened: the checkpoint that the tensors are read from.
+        opened: the checkpoint from which the tensors are read.
+        draft: the draft.
         budget: limits how much is read at the same time.
     """
     if draft.before or draft.after or draft.tail or any(f.coded for f in draft.files):
@@ -136,7 +138,8 @@ class VirtualFile(io.BufferedIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Set the position of the next read, and return it, from the beginning of the file; reads nothing."""
+        """Set the position of the next read, as `io.IOBase.seek` does, and return it, counted from the beginning;
+        nothing is read."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.content.size}[whence]
         self._at = max(0, base + offset)
         return self._at
@@ -150,7 +153,7 @@ class VirtualFile(io.BufferedIOBase):
         """
         left = max(0, self.content.size - self._at)
         n = left if size is None or size < 0 else min(size, left)
-        out = bytes(piece) if len(piece := self._read_some(n)) == n else self._read_pieces(piece, n)
+        out = bytes(piece) if len(piece := self._read_some(n)) == n else self._read_remaining(piece, n)
         if self._at > self.furthest:
             self._passed(self._at - self.furthest)
             self.furthest = self._at
@@ -162,11 +165,11 @@ class VirtualFile(io.BufferedIOBase):
         """Return the next `size` bytes, as `read` does."""
         return self.read(size)
 
-    def _read_pieces(self, piece: memoryview, n: int) -> bytes:
-        """Return the next `n` bytes, of which `piece` was read already.
+    def _read_remaining(self, piece: memoryview, n: int) -> bytes:
+        """Return the next `n` bytes, of which `piece` was read already, by reading until they are complete.
 
-        They are collected in one buffer: joining parts makes malloc return and request memory again and again, which
-        costs more than everything else.
+        The bytes are collected in one buffer. Joining parts would make malloc return and request memory again and
+        again, which costs more than everything else.
         """
         if len(self._gathered) < n:
             self._gathered = bytearray(n)
@@ -179,10 +182,10 @@ class VirtualFile(io.BufferedIOBase):
             piece = self._read_some(n - end)
 
     def _read_some(self, most: int) -> memoryview:
-        """Return the next bytes, at most `most`, and at least one unless that is 0; valid until the next call.
+        """Return between 1 and `most` of the next bytes, none if `most` is 0; the view is valid until the next call.
 
         Raises:
-            Interrupted: it was stopped. Corrupt, SourceChanged: the source is damaged, or has changed.
+            Interrupted: `stop` was set. Corrupt, SourceChanged: the source is damaged, or has changed.
         """
         if self._stop is not None and self._stop.is_set():
             raise Interrupted("the upload was stopped.")
@@ -195,7 +198,7 @@ class VirtualFile(io.BufferedIOBase):
         if self._here != self._at:
             self._open_stream()
         while not len(self._rest):
-            self._next_block()
+            self._read_next_block()
         out = self._rest[:most]
         self._rest = self._rest[len(out) :]
         self._here = self._at = self._at + len(out)
@@ -207,16 +210,16 @@ class VirtualFile(io.BufferedIOBase):
         index = bisect_right(self.content.starts, self._at) - 1
         item = ITEMSIZE[self.content.jobs[index].dtype]
         self._stream = self.content.blocks(index, (self._at - self.content.starts[index]) // item, _KNOWN)
-        block = self._next_block()
+        block = self._read_next_block()
         here = self.content.starts[index] + block.first * item
         while here + len(self._rest) <= self._at:
             here += len(self._rest)
-            self._next_block()
+            self._read_next_block()
         self._rest = self._rest[self._at - here :]
         self._here = self._at
 
-    def _next_block(self) -> Block:
-        """Return the next block that is read from the source; the one before is not valid any more."""
+    def _read_next_block(self) -> Block:
+        """Read and return the next block of the source; the block before it becomes invalid."""
         self._rest = memoryview(b"")  # of a block that is not valid any more
         assert self._stream is not None
         self._block = next(self._stream)

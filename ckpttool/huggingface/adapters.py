@@ -23,7 +23,7 @@ from ..errors import Unsupported, UsageError, argument
 from ..index.checkpoint import Checkpoint, joined
 from . import lora
 
-__all__ = ["adapter_as_model", "base_names", "keep_adapter_only", "outer_prefix", "rename_module"]
+__all__ = ["adapter_as_model", "find_base_names", "find_outer_prefix", "keep_adapter_only", "rename_adapter_tensor"]
 
 #: What the tensors of a method are called, by peft_type: what all begin with, and the ends that are known.
 _METHODS = {
@@ -44,16 +44,16 @@ _WRAPPED = re.compile(r"\.base_layer\.(?!lora_|bias$)[^.]+$")
 
 
 def keep_adapter_only(ckpt: Checkpoint, config: dict[str, Any], wanted: str | None = None) -> Checkpoint:
-    """Return the same checkpoint with nothing but its adapter, under the names that PEFT saves it with.
+    """Return a copy of the checkpoint that holds one adapter only, under the names with which PEFT saves it.
 
     Args:
         ckpt: the checkpoint.
         config: adapter_config.json, which says what belongs to the adapter.
-        wanted: the adapter's name, where there are several; "default" where None.
+        wanted: the name of the adapter; None for "default", or for the only adapter.
 
     Raises:
-        Unsupported: it holds no adapter, more than one and none is called default, or one whose names are not known.
-        UsageError: it holds none of the wanted name.
+        Unsupported: there is no adapter, several of which none is called default, or one with names that are not known.
+        UsageError: there is no adapter of the wanted name.
     """
     kind = config.get("peft_type")
     if not isinstance(kind, str) or kind not in _METHODS:
@@ -72,11 +72,11 @@ def keep_adapter_only(ckpt: Checkpoint, config: dict[str, Any], wanted: str | No
     if adapter is None and not wrapped:  # what get_peft_model_state_dict gave: nothing but the adapter, as it is saved
         saved = {n: n for n in names}
     else:
-        saved = {n: s for n in names if (s := _saved_name(n, prefix, adapter)) is not None}
-        saved |= {n: n for n in _base_tensors_saved_with(names, saved, config, prefix)}
+        saved = {n: s for n in names if (s := _make_saved_name(n, prefix, adapter)) is not None}
+        saved |= {n: n for n in _list_saved_base_tensors(names, saved, config, prefix)}
         saved = _without_tied_tokens(saved, config, ckpt)
     for name in saved:
-        own = _split_name(name, prefix)
+        own = _split_adapter_name(name, prefix)
         if own is not None and not known.fullmatch(own[0][-1]):
             raise Unsupported(
                 f'"{name}" fits no {kind} adapter that ckpttool knows. Save it with PEFT.', code="CKPT0322"
@@ -96,7 +96,7 @@ def keep_adapter_only(ckpt: Checkpoint, config: dict[str, Any], wanted: str | No
     called = f' "{adapter}"' if adapter else ""
     left = len(ckpt.tensors) + len(ckpt.values) - len(renamed)
     note = f"the adapter{called} alone: {len(renamed)} tensors" + (f"; {left:,} others are left behind" if left else "")
-    others = {p[2] for n in names if (p := _split_name(n, prefix)) is not None and p[2] not in (None, adapter)}
+    others = {p[2] for n in names if (p := _split_adapter_name(n, prefix)) is not None and p[2] not in (None, adapter)}
     if others:
         note += f", the adapters {', '.join(sorted(map(str, others)))} among them"
     return replace(
@@ -108,9 +108,9 @@ def keep_adapter_only(ckpt: Checkpoint, config: dict[str, Any], wanted: str | No
     )
 
 
-def outer_prefix(names: Iterable[str]) -> str:
-    """Return what stands before the names that PEFT gives, such as "net." of a Lightning module that keeps the wrapped
-    model in self.net; "" where nothing does, or not the same everywhere."""
+def find_outer_prefix(names: Iterable[str]) -> str:
+    """Return the part of the names in front of PEFT's own prefix, such as "net." for a Lightning module that keeps
+    the wrapped model in self.net; "" if there is none, or not the same everywhere."""
     found = {
         n[: n.index(lora.ROOT)] for n in names if ".lora_" in n and (n.startswith(lora.ROOT) or f".{lora.ROOT}" in n)
     }
@@ -118,15 +118,15 @@ def outer_prefix(names: Iterable[str]) -> str:
 
 
 def adapter_as_model(ckpt: Checkpoint) -> Checkpoint:
-    """Return the same checkpoint with the adapter as the model; as it is where it has none apart.
+    """Return the checkpoint with the adapter as its model; unchanged if the adapter is not stored apart from the model.
 
-    The adapter that torchtune keeps beside the weights, into which it has merged it, takes their place. What a
-    trainer's module puts before PEFT's names is left out.
+    torchtune stores the adapter in addition to the weights into which it has merged it; the adapter then replaces these
+    weights. A prefix of the trainer's module in front of PEFT's names is removed, with a note.
 
     Raises:
-        Unsupported: two tensors would have the same name without it.
+        Unsupported: two tensors would have the same name without that prefix.
     """
-    if prefix := outer_prefix(joined(t.path[1:]) for t in ckpt.tensors.values() if t.path[0] == "model"):
+    if prefix := find_outer_prefix(joined(t.path[1:]) for t in ckpt.tensors.values() if t.path[0] == "model"):
         head = f"model.{prefix}"
         there = {n: f"model.{n.removeprefix(head)}" if n.startswith(head) else n for n in ckpt.tensors}
         tensors = {
@@ -153,18 +153,19 @@ def adapter_as_model(ckpt: Checkpoint) -> Checkpoint:
     return replace(ckpt, tensors={**moved, **rest}, recorded=recorded)
 
 
-def base_names(names: Mapping[str, str]) -> dict[str, str]:
-    """Return {name in the base model: name in the checkpoint} of the weights that are not of an adapter.
+def find_base_names(names: Mapping[str, str]) -> dict[str, str]:
+    """Return {name in the base model: name in the checkpoint} of the weights that belong to the base model and not to
+    an adapter.
 
     Args:
         names: {FQN: name in the checkpoint} of a model that PEFT wrapped.
 
     Raises:
-        Unsupported: the weight of a module that has an adapter is not that of its base layer, so the adapter may be in
-            it already.
+        Unsupported: a module has an adapter, and a weight that is not stored as its base_layer, so the adapter may be
+            merged into it already.
     """
     out: dict[str, str] = {}
-    prefix = outer_prefix(names)
+    prefix = find_outer_prefix(names)
     names = {n.removeprefix(prefix): stored for n, stored in names.items()}
     adapted = {n.removeprefix(lora.ROOT).partition(".lora_")[0] for n in names if ".lora_" in n}
     for module in adapted:
@@ -181,27 +182,27 @@ def base_names(names: Mapping[str, str]) -> dict[str, str]:
     return out
 
 
-def rename_module(name: str, moved: Mapping[str, str]) -> str:
-    """Return the name of a tensor of an adapter, as PEFT saves it, where modules have other names: {module: its new
-    name}."""
+def rename_adapter_tensor(name: str, moved: Mapping[str, str]) -> str:
+    """Return the name of an adapter's tensor, as PEFT saves it, for a base model whose modules have other names.
+    `moved` is {module: its new name}; other modules keep their names."""
     front = name.removesuffix(f".{lora.TOKENS}").partition(".lora_")[0]
-    module = lora.base_name(front if front != name else name.rpartition(".")[0])
+    module = lora.to_base_name(front if front != name else name.rpartition(".")[0])
     return name.replace(module, moved.get(module, module), 1)
 
 
 def _choose_adapter(names: Iterable[str], prefix: str, known: re.Pattern[str], wanted: str | None) -> str | None:
-    """Choose one of the adapters, and return its name; None where its tensors do not have it in their names.
+    """Choose one of the adapters and return its name; None if the names of its tensors do not contain it.
 
     Args:
-        names: of all weights.
-        prefix: what the names of the method's tensors begin with, such as "lora_".
-        known: matches the whole of such a name, such as "lora_A".
-        wanted: the adapter's name that the user gave; None: the only one, or "default".
+        names: the names of all weights.
+        prefix: the beginning of the names of the method's tensors, such as "lora_".
+        known: matches such a name completely, such as "lora_A".
+        wanted: the adapter's name that the user gave; None for the only adapter, or "default".
 
     Raises:
         Unsupported: there is no adapter, or it is not clear which one. UsageError: none has the wanted name.
     """
-    parts = [_split_name(n, prefix) for n in names]
+    parts = [_split_adapter_name(n, prefix) for n in names]
     found = {p[2] for p in parts if p is not None and known.fullmatch(p[0][-1])}
     if not found:
         raise Unsupported(
@@ -230,9 +231,10 @@ def _choose_adapter(names: Iterable[str], prefix: str, known: re.Pattern[str], w
     )
 
 
-def _split_name(name: str, prefix: str) -> tuple[list[str], list[str], str | None] | None:
-    """Split a name at its dots into (elements up to the one that begins with `prefix`, those behind the adapter's name,
-    that name); None of another tensor. The adapter's name is None where it was left out."""
+def _split_adapter_name(name: str, prefix: str) -> tuple[list[str], list[str], str | None] | None:
+    """Split the name of an adapter's tensor at its dots into (elements up to the one that begins with `prefix`,
+    elements after the adapter's name, adapter's name or None if it is left out); None for the name of another
+    tensor."""
     path = name.split(".")
     at = next((i for i in range(len(path) - 1, -1, -1) if path[i].startswith(prefix)), None)
     if at is None or len(path) - at > 3:
@@ -243,15 +245,15 @@ def _split_name(name: str, prefix: str) -> tuple[list[str], list[str], str | Non
     return front, rest[1:], rest[0]
 
 
-def _saved_name(name: str, prefix: str, adapter: str | None) -> str | None:
-    """Return the name that PEFT saves a tensor of the adapter under; None for other tensors.
+def _make_saved_name(name: str, prefix: str, adapter: str | None) -> str | None:
+    """Return the name with which PEFT saves a tensor of the adapter; None for other tensors.
 
     Args:
-        name: of the tensor.
-        prefix: what the names of the method's tensors begin with, such as "lora_".
-        adapter: its name; None: it is the only one, whose name the directories of trainers leave out.
+        name: name of the tensor in the checkpoint.
+        prefix: the beginning of the names of the method's tensors, such as "lora_".
+        adapter: the adapter's name; None for the only adapter, in a folder of a trainer that leaves the name out.
     """
-    found = _split_name(name, prefix)
+    found = _split_adapter_name(name, prefix)
     if found is not None:
         front, rest, owner = found
         if owner != adapter:
@@ -283,7 +285,7 @@ def _without_tied_tokens(saved: dict[str, str], config: dict[str, Any], ckpt: Ch
     return {n: s for n, s in saved.items() if n not in rows or n in kept.values()}
 
 
-def _base_tensors_saved_with(names: list[str], saved: dict[str, str], config: dict[str, Any], prefix: str) -> list[str]:
+def _list_saved_base_tensors(names: list[str], saved: dict[str, str], config: dict[str, Any], prefix: str) -> list[str]:
     """List the tensors of the base model that are saved with the adapter, under their own names.
 
     Args:
@@ -309,5 +311,5 @@ def _base_tensors_saved_with(names: list[str], saved: dict[str, str], config: di
 
 
 def _is_adapted_embedding(name: str) -> bool:
-    """Return whether a tensor is an embedding below the layer that adapts it."""
+    """Whether a tensor is the weight of an embedding or output layer that an adapter wraps (its base_layer)."""
     return name.split(".")[-3:] in ([e, "base_layer", "weight"] for e in _EMBEDDINGS)

@@ -61,7 +61,7 @@ class Read(Protocol):
     """Reads the tensors that an encoded weight is made of, by what they are in `Encoded.parts`."""
 
     def shape(self, part: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
+        """Return the shape of the tensor that `Encoded.parts` lists as `part`."""
 
     def __call__(self, part: str, *index: int | slice) -> Array:
         """Return a box of a tensor as an array, in the dtype that numpy or ml_dtypes has for it. Indices are integers
@@ -87,7 +87,7 @@ class Formula(NamedTuple):
 
 
 def _widen_scales(scale: Array) -> Array:
-    """Return scales as float32; bytes are exponents of two."""
+    """Return scales as float32; uint8 scales are exponents of two with a bias of 127."""
     import numpy as np
 
     if scale.dtype != np.uint8:
@@ -96,8 +96,8 @@ def _widen_scales(scale: Array) -> Array:
     return found
 
 
-def _float_numbers(codes: Array) -> Array:
-    """Return codes as float32: float8 numbers, or integers."""
+def _decode_float_codes(codes: Array) -> Array:
+    """Return codes as float32; they are numbers of a float8 dtype, or integers."""
     import numpy as np
 
     if codes.dtype.itemsize > 1:
@@ -107,7 +107,7 @@ def _float_numbers(codes: Array) -> Array:
     return found
 
 
-def _fp4_numbers(codes: Array) -> Array:
+def _decode_fp4_codes(codes: Array) -> Array:
     """Return the two numbers in each byte as float32, the one in the lower four bits first; the last dimension is twice
     as long."""
     import ml_dtypes
@@ -119,13 +119,15 @@ def _fp4_numbers(codes: Array) -> Array:
     return found
 
 
-def _read_grid(part: str, rows: Rows, down: int, read: Read) -> Array:
-    """Read the scales or zero points of some rows of a matrix, [blocks of rows, blocks of columns]; of one for all, or
-    for all columns, that dimension is 1.
+def _read_scale_grid(part: str, rows: Rows, down: int, read: Read) -> Array:
+    """Read the scales or zero points for some rows of a matrix as an array [blocks of rows, blocks of columns]. A
+    dimension has length 1 if one number is for all rows or for all columns.
 
     Args:
-        part: what they are in `Encoded.parts`.
-        down: rows that share one.
+        part: "scale", "zero_point" or another key of `Encoded.parts`.
+        rows: the rows.
+        down: how many rows share one number.
+        read: reads a tensor by its key in `Encoded.parts`.
     """
     shape, lead = read.shape(part), rows.lead
     if prod(shape) == 1:
@@ -136,21 +138,21 @@ def _read_grid(part: str, rows: Rows, down: int, read: Read) -> Array:
     return found.reshape(len(found), -1)
 
 
-def _combine(operate: Callable[..., Array], numbers: Array, grid: Array, block: tuple[int, int], first: int) -> None:
-    """Combine numbers in place with those of a grid, of which a block of rows and columns shares each.
+def _apply_grid(operate: Callable[..., Array], numbers: Array, grid: Array, block: tuple[int, int], first: int) -> None:
+    """Multiply by, or subtract from, numbers in place the number of a grid that their block of rows and columns shares.
 
     Args:
         operate: imul or isub.
         numbers: [rows, columns], float32.
         grid: [blocks of rows, blocks of columns], float32.
-        block: rows and columns of a block.
-        first: row of the matrix that the first row of `numbers` is.
+        block: (rows, columns) of a block.
+        first: which row of the matrix the first row of `numbers` is.
     """
     if block[0] > 1 and len(grid) > 1:
         at = 0
         for k in range(len(grid)):
             end = at + block[0] - (first + at) % block[0]
-            _combine(operate, numbers[at:end], grid[k : k + 1], block, 0)
+            _apply_grid(operate, numbers[at:end], grid[k : k + 1], block, 0)
             at = end
         return
     columns, shared = numbers.shape[1], grid.shape[1]
@@ -173,15 +175,15 @@ def _read_codes(rows: Rows, read: Read) -> Array:
 
 
 def _compute_blocks(weight: Encoded, rows: Rows, read: Read) -> Array:
-    """Compute rows of float8, int8 or four-bit codes: subtract the zero points, if there are any, and multiply by the
-    scales.
+    """Compute the numbers of rows of float8, int8 or fp4 codes: subtract the zero points, if there are any, and
+    multiply by the scales.
 
     Raises:
-        Corrupt: zero points do not fit the scales, or the scale of the whole weight is missing or not one.
+        Corrupt: the zero points do not fit the scales, or the scale of the complete weight is missing or ambiguous.
     """
     assert weight.block is not None
     codes = _read_codes(rows, read)
-    numbers = _fp4_numbers(codes) if weight.kind == "fp4" else _float_numbers(codes)
+    numbers = _decode_fp4_codes(codes) if weight.kind == "fp4" else _decode_float_codes(codes)
     if "zero_point" in weight.parts and weight.kind == "blocks":
         of_zeros, of_scales = read.shape("zero_point"), read.shape("scale")
         if of_zeros != of_scales:
@@ -190,22 +192,23 @@ def _compute_blocks(weight: Encoded, rows: Rows, read: Read) -> Array:
                 f"{list(of_scales)}.",
                 code="CKPT0419",
             )
-        zeros = _read_grid("zero_point", rows, weight.block[0], read).astype("f4")
-        _combine(isub, numbers, zeros, weight.block, rows.first)
-    scale = _widen_scales(_read_grid("scale", rows, weight.block[0], read))
+        zeros = _read_scale_grid("zero_point", rows, weight.block[0], read).astype("f4")
+        _apply_grid(isub, numbers, zeros, weight.block, rows.first)
+    scale = _widen_scales(_read_scale_grid("scale", rows, weight.block[0], read))
     if weight.kind == "fp4":
-        scale = _scale_by_whole(weight, scale, rows, read)
+        scale = _apply_global_scale(weight, scale, rows, read)
     elif weight.rounds_scale:
         scale = round_numbers(scale, weight.rounded)
-    _combine(imul, numbers, scale, weight.block, rows.first)
+    _apply_grid(imul, numbers, scale, weight.block, rows.first)
     return numbers
 
 
-def _scale_by_whole(weight: Encoded, scale: Array, rows: Rows, read: Read) -> Array:
-    """Return scales of four-bit codes with the scale of the whole weight applied, where there is one.
+def _apply_global_scale(weight: Encoded, scale: Array, rows: Rows, read: Read) -> Array:
+    """Return the scales of fp4 codes with the scale of the complete weight (scale_2, global_scale) applied, if the
+    scheme has one.
 
     Raises:
-        Corrupt: it is missing, or there are several.
+        Corrupt: that scale is missing, or there are several.
     """
     of_whole = next((part for part in ("scale_2", "global_scale") if part in weight.parts), None)
     if of_whole is None:
@@ -221,7 +224,7 @@ def _scale_by_whole(weight: Encoded, scale: Array, rows: Rows, read: Read) -> Ar
         raise Corrupt(
             f'"{weight.parts[of_whole]}" has {list(shape)} numbers, and one scales a weight.', code="CKPT0419"
         )
-    whole = _read_grid(of_whole, rows, rows.end, read)
+    whole = _read_scale_grid(of_whole, rows, rows.end, read)
     if of_whole == "scale_2":
         scale *= whole
         return scale
@@ -239,20 +242,25 @@ def _compute_transposed_fp4(weight: Encoded, rows: Rows, read: Read) -> Array:
         codes, scale = read("codes", *rows.lead)[:, groups], read("scale", *rows.lead)[:, groups]
     else:
         codes, scale = (read(part, *rows.lead, slice(None), groups) for part in ("codes", "scale"))
-    numbers = _fp4_numbers(codes)
+    numbers = _decode_fp4_codes(codes)
     numbers *= _widen_scales(scale)[..., None]
     return np.ascontiguousarray(numbers.reshape(len(numbers), -1).T)
 
 
-def _shape_of_packed(weight: Encoded, read: Read) -> tuple[int, ...]:
-    """Read the shape of a parameter whose codes are packed integers.
+def _read_packed_shape(weight: Encoded, read: Read) -> tuple[int, ...]:
+    """Read the shape of a parameter whose codes are integers packed in words of 32 bits.
 
     Raises:
-        Corrupt: it is missing, or not that of the codes.
+        Corrupt: the shape is missing, or does not fit the codes.
     """
     shape = weight.shape if "shape" not in weight.parts else tuple(int(n) for n in read("shape").reshape(-1))
     words = read.shape("codes")
-    if shape is None or len(shape) != len(words) or shape[:-1] != words[:-1] or not _fitting_bits(shape[-1], words[-1]):
+    if (
+        shape is None
+        or len(shape) != len(words)
+        or shape[:-1] != words[:-1]
+        or not _list_fitting_bits(shape[-1], words[-1])
+    ):
         stated = "nothing says the shape of the parameter" if shape is None else f"the parameter is {list(shape)}"
         raise Corrupt(
             f'"{weight.parts["codes"]}" holds integers packed in {list(words)} words of 32 bits, and {stated}.',
@@ -267,26 +275,26 @@ def _shape_of_packed(weight: Encoded, read: Read) -> tuple[int, ...]:
     return shape
 
 
-def _fitting_bits(count: int, words: int) -> list[int]:
-    """List the numbers of bits, the largest first, at which so many integers fill so many words of 32 bits."""
+def _list_fitting_bits(count: int, words: int) -> list[int]:
+    """List the widths in bits, the largest first, at which `count` integers fill exactly `words` words of 32 bits."""
     return [bits for bits in range(8, 0, -1) if count > 0 and -(-count * bits // 32) == words]
 
 
 def _compute_packed(weight: Encoded, rows: Rows, read: Read) -> Array:
-    """Compute rows of densely packed integers.
+    """Compute the numbers of rows of integers that are packed without gaps in words of 32 bits.
 
     Raises:
-        Corrupt: zero points or the groups of columns do not fit the codes.
+        Corrupt: the zero points, or the groups of the columns (g_idx), do not fit the codes.
     """
     import numpy as np
 
     assert weight.shape is not None
     columns = weight.shape[-1]
     codes = _read_codes(rows, read)
-    fitting = _fitting_bits(columns, codes.shape[1])
+    fitting = _list_fitting_bits(columns, codes.shape[1])
     bits = weight.bits if weight.bits in fitting else fitting[0]
     numbers = unpack_bits(codes, bits, columns).astype("f4")
-    scale = _read_grid("scale", rows, 1, read).astype("f4")
+    scale = _read_scale_grid("scale", rows, 1, read).astype("f4")
     middle = 1 << (bits - 1)
     zeros: Array = np.full((1, 1), middle, "f4")
     if "zero_point" in weight.parts:
@@ -294,7 +302,7 @@ def _compute_packed(weight: Encoded, rows: Rows, read: Read) -> Array:
         if packed.dtype == np.int32:
             zeros = unpack_bits(packed.T, bits, weight.shape[-2]).T[rows.first : rows.end].astype("f4")
         else:
-            zeros = _read_grid("zero_point", rows, 1, read).astype("f4") + middle
+            zeros = _read_scale_grid("zero_point", rows, 1, read).astype("f4") + middle
     block = (1, -(-columns // scale.shape[1]))
     order = read("g_idx") if "g_idx" in weight.parts and scale.shape[1] > 1 else None
     odd = "" if zeros.shape in ((1, 1), (len(codes), 1), (len(codes), scale.shape[1])) else "zero_point"
@@ -308,8 +316,8 @@ def _compute_packed(weight: Encoded, rows: Rows, read: Read) -> Array:
     if order is not None and not (order == -1).any():
         scale, block = scale[:, order], (1, 1)
         zeros = zeros[:, order] if zeros.shape[1] > 1 else zeros
-    _combine(isub, numbers, zeros, block, 0)
-    _combine(imul, numbers, scale, block, 0)
+    _apply_grid(isub, numbers, zeros, block, 0)
+    _apply_grid(imul, numbers, scale, block, 0)
     return numbers
 
 
@@ -318,7 +326,7 @@ FORMULAS: dict[str, Formula] = {
     "blocks": Formula(_compute_blocks),
     "fp4": Formula(_compute_blocks),
     "transposed fp4": Formula(_compute_transposed_fp4, 32),
-    "packed integers": Formula(_compute_packed, 1, _shape_of_packed),
+    "packed integers": Formula(_compute_packed, 1, _read_packed_shape),
     "gptq": Formula(compute_gptq, 32),
     "gptq v2": Formula(compute_gptq, 32),
     "awq": Formula(compute_awq, 8),

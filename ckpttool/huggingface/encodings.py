@@ -39,7 +39,7 @@ from typing import NamedTuple
 from .. import bounded_json
 from ..errors import CkpttoolError, argument
 from ..index.checkpoint import FLOATING, Checkpoint, TensorEntry, joined
-from ..index.composites import composites
+from ..index.composites import find_composites
 from ..storage.source import Source
 from . import Config
 
@@ -200,7 +200,7 @@ class Encodings:
         return {n: fault.text for fault in self.faults for n in fault.tensors}
 
     def describe(self, name: str) -> str:
-        """Return a text on what a tensor is in an encoding; "" where it is in none."""
+        """Return a sentence on the role of a tensor in an encoding (codes, scale, ...); "" if it belongs to none."""
         of = self.belongs.get(name)
         if of is None:
             return f'"{name}" belongs to no whole encoding ({self._faulty[name]})' if name in self._faulty else ""
@@ -209,8 +209,7 @@ class Encodings:
         return f'"{name}" {"is codes" if name == of else f"belongs to the codes {of},"} in {self.weights[of].scheme}'
 
     def schemes(self) -> dict[str, int]:
-        """Count the weights by scheme: {text of the scheme and of the ending of its scales' names: number of
-        weights}."""
+        """Return {text of a scheme with the ending of its scales' names: number of weights}."""
         out: dict[str, int] = {}
         for found in self.weights.values():
             text = f"{found.scheme}, scales in {found.scale.rpartition('.')[2]}"
@@ -223,7 +222,7 @@ class Encodings:
 
 
 def advise_dequantizing() -> str:
-    """Return a sentence on what to do where a layout cannot hold codes."""
+    """Return advice, as a sentence, for a layout that cannot hold quantised codes."""
     return (
         f"{argument('dequantize', ['*'])} makes numbers of them; layouts that keep dtypes, such as dcp or hf, carry "
         "them as they are."
@@ -231,12 +230,12 @@ def advise_dequantizing() -> str:
 
 
 def describe_schemes(weights: int, of: int, schemes: Mapping[str, int]) -> str:
-    """Return a text on how many weights are codes, and in which schemes.
+    """Return a text that says how many weights are quantised codes, and in which schemes.
 
     Args:
-        weights: how many are codes.
-        of: how many there are in all.
-        schemes: {text of a scheme: weights in it}.
+        weights: number of weights that are codes.
+        of: number of all weights.
+        schemes: {text of a scheme: number of weights}.
     """
     several = len(schemes) > 1
     listed = "; ".join(text + (f" ({n:,})" if several else "") for text, n in schemes.items())
@@ -244,14 +243,14 @@ def describe_schemes(weights: int, of: int, schemes: Mapping[str, int]) -> str:
 
 
 def read_quantization_config(ckpt: Checkpoint, source: Source | None) -> Config | None:
-    """Read what the config beside a checkpoint says of its quantisation: the `quantization_config` of config.json, or
-    ModelOpt's hf_quant_config.json. None where there is none.
+    """Read the quantization_config of a checkpoint from the config next to it: that of config.json, or the content of
+    ModelOpt's hf_quant_config.json. None if there is none.
 
     Args:
-        ckpt: the checkpoint; its own config counts first.
-        source: the folder that belongs to the checkpoint; None where it is a file among others.
+        ckpt: the checkpoint; the config that it holds itself comes first.
+        source: the checkpoint's own folder; None if the checkpoint is one file in a folder of others.
     """
-    for config in _read_configs(ckpt, source):
+    for config in _iterate_configs(ckpt, source):
         if isinstance(found := config.get("quantization_config"), dict):
             return found
         if isinstance(own := config.get("quantization"), dict):  # ModelOpt's has quant_algo, MLX's group_size and bits
@@ -260,15 +259,15 @@ def read_quantization_config(ckpt: Checkpoint, source: Source | None) -> Config 
 
 
 def read_model_dtype(ckpt: Checkpoint, source: Source | None) -> str | None:
-    """Read torch's name of the dtype in which the config beside a checkpoint says that the model computes; None where
-    it does not say. The arguments are those of `read_quantization_config`."""
-    stated = (str(config.get(key)) for config in _read_configs(ckpt, source) for key in ("dtype", "torch_dtype"))
+    """Return torch's name of the dtype in which the model computes, by the config next to a checkpoint; None if it
+    does not say. The arguments are those of `read_quantization_config`."""
+    stated = (str(config.get(key)) for config in _iterate_configs(ckpt, source) for key in ("dtype", "torch_dtype"))
     return next((dtype for dtype in stated if dtype in FLOATING), None)
 
 
-def _read_configs(ckpt: Checkpoint, source: Source | None) -> Iterator[Config]:
-    """Yield what the configs beside a checkpoint say, its own first, each before the text_config in it; damaged ones
-    are passed over."""
+def _iterate_configs(ckpt: Checkpoint, source: Source | None) -> Iterator[Config]:
+    """Yield the configs next to a checkpoint, the one that it holds itself first; after each one its text_config, if
+    it has any. Damaged configs are skipped."""
     for name in ("", "config.json", "hf_quant_config.json") if source is not None else ("",):
         found: object = ckpt.config
         try:
@@ -283,21 +282,21 @@ def _read_configs(ckpt: Checkpoint, source: Source | None) -> Iterator[Config]:
 
 
 def find_in_checkpoint(ckpt: Checkpoint, config: Config | None) -> Encodings:
-    """Find the encoded weights of a checkpoint, by canonical name; parts of tensor subclasses and of optimizers are
-    none.
+    """Find the encoded weights of a checkpoint, by canonical name. Optimizer state and the tensors inside tensor
+    subclasses are not searched.
 
     Args:
         ckpt: the checkpoint.
-        config: the quantization_config beside it; None where there is none.
+        config: its quantization_config; None if there is none.
     """
-    inside = {joined(t.path) for c in composites(ckpt).values() for t in c.tensors.values()}
+    inside = {joined(t.path) for c in find_composites(ckpt).values() for t in c.tensors.values()}
     tensors = {n: t for n, t in ckpt.tensors.items() if t.path[0] != "optim" and n not in inside}
     return find_in_tensors(tensors, config)
 
 
 def find_in_tensors(tensors: Mapping[str, TensorEntry], config: Config | None = None) -> Encodings:
-    """Find the encoded weights among tensors, {name: tensor}; linear in their number. `config` is the
-    quantization_config beside them, None where there is none."""
+    """Find the encoded weights among tensors, {name: tensor}, in time linear in their number. `config` is their
+    quantization_config, None if there is none."""
     config = config if isinstance(config, dict) else {}
     method = str(config.get("quant_method") or "of no name") if config else None
     quantised = method is not None and method not in _AT_LOAD
@@ -308,10 +307,10 @@ def find_in_tensors(tensors: Mapping[str, TensorEntry], config: Config | None = 
     misfits: dict[str, str] = {}
     unfit: set[str] = set()
     for name in (n for n in tensors if n.endswith(_SCALES)):
-        for pair, codes in _candidate_pairs(name, tensors):
+        for pair, codes in _iterate_candidate_pairs(name, tensors):
             found = _match_scheme(pair, codes, name, tensors, said)
             if found is not None:
-                parts = _list_parts(codes, name, pair, tensors)
+                parts = _find_parts(codes, name, pair, tensors)
                 weights[codes] = _make_encoded(found, name[: -len(pair.scale)] + pair.leaf, parts, tensors, said)
                 belongs |= dict.fromkeys(parts.values(), codes)
             elif pair.sure or quantised or (tensors[codes].dtype in _FLOAT8 and pair.scale == "_scale"):
@@ -324,30 +323,29 @@ def find_in_tensors(tensors: Mapping[str, TensorEntry], config: Config | None = 
     # what should belong to a pair and does not
     lonely: dict[tuple[str, bool], list[str]] = {}
     for name, t in tensors.items():
-        if name not in belongs and name not in unfit and (what := _describe_lonely(name, t, tensors, quantised)):
+        if name not in belongs and name not in unfit and (what := _describe_incomplete(name, t, tensors, quantised)):
             lonely.setdefault(what, []).append(name)
     faults = [
-        Fault(tuple(names), f'{_count_tensors(names)} {text}, first "{names[0]}"', sure)
+        Fault(tuple(names), f'{_describe_tensor_count(names)} {text}, first "{names[0]}"', sure)
         for (text, sure), names in lonely.items()
     ]
     if misfits:
-        text = (
-            f"{_count_tensors(list(misfits))} scales that do not fit their codes, first {next(iter(misfits.values()))}"
-        )
+        first = next(iter(misfits.values()))
+        text = f"{_describe_tensor_count(list(misfits))} scales that do not fit their codes, first {first}"
         faults.insert(0, Fault(tuple(sorted(unfit)), text, sure=False))
     scales = {*misfits, *(n for (text, _), names in lonely.items() if text.startswith("scales") for n in names)}
     of = sum(n not in scales and (n not in belongs or n in weights) for n in tensors)
     return Encodings(weights, belongs, faults, method, of)
 
 
-def _count_tensors(names: Sequence[str]) -> str:
+def _describe_tensor_count(names: Sequence[str]) -> str:
     """Return how a sentence about some tensors begins: "1 tensor holds", "5 tensors hold"."""
     return "1 tensor holds" if len(names) == 1 else f"{len(names):,} tensors hold"
 
 
 def find_parameter_shapes(tensors: Mapping[str, TensorEntry], config: Config | None = None) -> dict[str, _Shape] | None:
-    """Return {name: shape} of the parameters that some tensors stand for; None where the codes of one do not tell.
-    `config` is the quantization_config beside them, None where there is none."""
+    """Return {name: shape} of the parameters that some tensors encode or are; None if the shape of one does not
+    follow from its codes. `config` is their quantization_config, None if there is none."""
     found = find_in_tensors(tensors, config)
     weights = {n: (w.weight, w.shape) for n, w in found.weights.items()}
     shapes = [weights.get(n, (n, t.shape)) for n, t in tensors.items() if n in weights or n not in found.belongs]
@@ -355,7 +353,7 @@ def find_parameter_shapes(tensors: Mapping[str, TensorEntry], config: Config | N
     return None if any(shape is None for _, shape in shapes) else known
 
 
-def _candidate_pairs(name: str, tensors: Mapping[str, TensorEntry]) -> Iterator[tuple[_Pair, str]]:
+def _iterate_candidate_pairs(name: str, tensors: Mapping[str, TensorEntry]) -> Iterator[tuple[_Pair, str]]:
     """Yield (pair, name of the codes) for each kind of pair in which the tensor `name` may be the scale, by its name
     and the dtype of the codes."""
     for pair in _PAIRS:
@@ -365,7 +363,7 @@ def _candidate_pairs(name: str, tensors: Mapping[str, TensorEntry]) -> Iterator[
                 yield pair, codes
 
 
-def _list_parts(codes: str, scale: str, pair: _Pair, tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
+def _find_parts(codes: str, scale: str, pair: _Pair, tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
     """Return the tensors that belong to some codes, as `Encoded.parts` has them.
 
     Args:
@@ -386,10 +384,11 @@ def _make_encoded(
     """Describe a weight whose codes and scale match a scheme.
 
     Args:
+        found: the scheme.
         weight: name of the parameter.
-        parts: as `Encoded.parts`.
-        tensors: {name: tensor} of all.
-        said: what the config says of all weights.
+        parts: {role: name}, as `Encoded.parts` holds them.
+        tensors: {name: tensor} of all tensors.
+        said: what the config states for all weights.
     """
     wide = (stored := tensors[parts["scale"]].dtype) in FLOATING
     rounded, dtype = "float32", stored if stored in ("bfloat16", "float16") else "bfloat16"
@@ -432,8 +431,8 @@ class _StatedScheme(NamedTuple):
 
 
 def _parse_quantization_config(config: Config) -> _StatedScheme:
-    """Return what a quantization_config says of all weights, be it of transformers or with the groups of
-    compressed-tensors."""
+    """Return what a quantization_config states for all weights; its form is that of transformers, or that of
+    compressed-tensors with groups."""
     groups = config.get("config_groups")
     listed = [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
     rows = [w for w in listed if isinstance(w, dict)]
@@ -623,19 +622,19 @@ def _count_codes_per_scale(n: int, scales: int) -> int:
 # ---------------------------------------------------------------------------------------------------------- faults
 
 
-def _describe_lonely(
+def _describe_incomplete(
     name: str, t: TensorEntry, tensors: Mapping[str, TensorEntry], quantised: bool
 ) -> tuple[str, bool] | None:
-    """Return what a tensor is that should belong to a whole encoding and does not; None where it need not.
+    """Describe a tensor that should belong to a complete encoding and does not; return None for any other tensor.
 
     Args:
-        name: of the tensor.
+        name: name of the tensor.
         t: the tensor.
-        tensors: {name: tensor} of all.
+        tensors: {name: tensor} of all tensors.
         quantised: whether the config says that the weights are codes.
 
     Returns:
-        (a text such as "scales without codes", whether the name alone says so).
+        (a text such as "scales without codes", whether the name alone is sufficient evidence).
     """
     leaf = name.rpartition(".")[2]
     if not leaf.startswith(("weight", "qweight")) and not leaf.endswith("_scale_inv"):

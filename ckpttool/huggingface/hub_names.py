@@ -31,7 +31,16 @@ from ..index.axes import AxisRun, Link
 from ..progress import log_step, report_progress
 from . import Config
 
-__all__ = ["PLAIN", "LoadVerdict", "Piece", "Relation", "find_contradiction", "find_pieces", "meta_model", "relate"]
+__all__ = [
+    "PLAIN",
+    "LoadVerdict",
+    "Piece",
+    "Relation",
+    "build_meta_model",
+    "find_contradiction",
+    "find_hub_modules",
+    "relate_to_hub",
+]
 
 #: model_type of architectures whose parameters have the same names in memory and on the Hub.
 PLAIN = frozenset(
@@ -85,7 +94,7 @@ class LoadVerdict(NamedTuple):
 
     @property
     def good(self) -> bool:
-        """Return whether every weight would be loaded, and no other one is needed."""
+        """Whether `from_pretrained` would load every weight and needs no other one."""
         return not (self.missing or self.unexpected or self.shapes)
 
 
@@ -104,26 +113,27 @@ class Relation(NamedTuple):
     linear: tuple[str, ...] = ()
 
 
-def relate(
+def relate_to_hub(
     config: dict[str, Any],
     tensors: dict[str, tuple[int, ...]] | None,
     judge: bool = False,
     linear: bool = False,
     load: bool = False,
 ) -> Relation:
-    """Find out how the parameters of a model stand on the Hub.
+    """Ask transformers, in a child process, how the parameters of a model in memory and its tensors on the Hub
+    correspond.
 
     Args:
         config: config.json.
-        tensors: {name in memory: shape}; None takes the model's own list.
-        judge: find out, too, whether the model of `config` loads them.
-        linear: list, too, the parameters that transformers would quantise.
-        load: `tensors` are {name in files: shape}, perhaps names of an older transformers or of another class of the
-            model; return, as `joined`, what `from_pretrained` makes of them: empty where it would miss a weight.
+        tensors: {name in memory: shape}; None for the model's own list.
+        judge: also find out whether the model of `config` loads these tensors (`Relation.verdict`).
+        linear: also list the parameters that transformers would quantise (`Relation.linear`).
+        load: `tensors` are {name in files: shape}, with the names of an older transformers or of another class of the
+            model, perhaps; return in `joined` what `from_pretrained` makes of them, {} if it would miss a weight.
 
     Raises:
         MissingPackage: transformers is not installed.
-        Unsupported: it does not know the architecture, or would compute instead of rename.
+        Unsupported: it does not know the architecture, or computes new values for the Hub instead of renaming.
     """
     require_packages(
         f"asking how the Hub names the weights of model_type {config.get('model_type')!r}", "torch", "transformers"
@@ -147,12 +157,12 @@ def relate(
     views = {k: View(of, tuple(s), o, tuple(st)) for k, (of, s, o, st) in answer["views"].items()}
     verdict = None if answer["verdict"] is None else LoadVerdict(**answer["verdict"])
     shapes = {k: tuple(v) for k, v in answer["shapes"].items()}
-    joined = {name: [(of, _read_link(link)) for of, link in found] for name, found in answer["joined"].items()}
+    joined = {name: [(of, _parse_link(link)) for of, link in found] for name, found in answer["joined"].items()}
     return Relation(views, joined, shapes, answer["tied"], answer["together"], verdict, tuple(answer["linear"]))
 
 
-def _read_link(link: list[Any]) -> Link:
-    """Read a link from the fields of one in JSON."""
+def _parse_link(link: list[Any]) -> Link:
+    """Make a `Link` from its fields in JSON."""
     runs, *shapes = link
     return Link(tuple(AxisRun(*r) for r in runs), *map(tuple, shapes))
 
@@ -166,12 +176,12 @@ class Piece(NamedTuple):
     rows: int
 
 
-def find_pieces(relation: Relation) -> tuple[dict[str, list[Piece]], dict[str, str]]:
-    """Return ({parameter: the modules of the Hub that it is, if they are several}, {module in memory: its name on the
-    Hub, if that is another}).
+def find_hub_modules(relation: Relation) -> tuple[dict[str, list[Piece]], dict[str, str]]:
+    """Return ({parameter: the modules on the Hub into which it is split, if there are several}, {module in memory: its
+    name on the Hub, if that differs}).
 
     Raises:
-        Unsupported: a tensor of the Hub is a part of a parameter, and not whole rows of one of its matrices.
+        Unsupported: a tensor on the Hub is part of a parameter, but not complete rows of one of its matrices.
     """
     pieces: dict[str, list[Piece]] = {}
     moved: dict[str, str] = {}
@@ -193,9 +203,14 @@ def find_pieces(relation: Relation) -> tuple[dict[str, list[Piece]], dict[str, s
 
 
 def find_contradiction(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Return a text on what shows, without asking transformers, that some weights are not of the model of a config;
-    None where nothing does. `shapes` are {name: shape} of the weights. It looks at the embedding and the number of
-    layers, in the architectures whose names are the same on the Hub."""
+    """Compare the shape of the embedding and the number of layers with a config, without transformers, and return a
+    text on why the weights are not of its model; None if nothing shows that. Only architectures in `PLAIN` are
+    compared.
+
+    Args:
+        config: config.json.
+        shapes: {name: shape} of the weights.
+    """
     kind = config.get("model_type")
     if kind not in PLAIN:
         return None
@@ -216,25 +231,29 @@ def find_contradiction(config: Config, shapes: Mapping[str, tuple[int, ...]]) ->
 
 @lru_cache(16)
 def _ask_child(question: bytes) -> bytes:
-    """Ask the child process a question, in JSON, and return its answer, in JSON. That takes seconds, and a conversion
-    asks the same for its source, its draft and the result."""
+    """Send a question to the child process and return its answer, both JSON. This takes seconds, and one conversion
+    asks the same question for its source, its draft and the result, so answers are cached."""
     log_step("asking transformers for the names and shapes of the model of config.json")
     report_progress("transformers", 0, 1)
-    answer = run_in_child("ckpttool.huggingface.hub_names:_answer", "transformers", 0, question)
+    answer = run_in_child("ckpttool.huggingface.hub_names:_compute_relation", "transformers", 0, question)
     report_progress("transformers", 1, 1)
     return answer
 
 
-def meta_model(config_dict: dict[str, Any]) -> Any:
-    """Build the model of a config on the meta device, for a child process: names and shapes, no weights, no code beside
-    them. Takes keys out of `config_dict`."""
+def build_meta_model(config_dict: dict[str, Any]) -> Any:
+    """Build the model of a config on the meta device, with names and shapes but without weights. To be called in a
+    child process; code next to the weights is never run.
+
+    Args:
+        config_dict: config.json, from which some keys are removed.
+    """
     import torch
     import transformers
 
     # code beside the weights is never imported, kernels and quantizers are never fetched: names do not depend on them
     for key in ("auto_map", "attn_implementation", "_attn_implementation", "quantization_config"):
         config_dict.pop(key, None)
-    config = transformers.AutoConfig.for_model(**json.loads(json.dumps(config_dict), object_hook=_read_float))
+    config = transformers.AutoConfig.for_model(**json.loads(json.dumps(config_dict), object_hook=_parse_float))
     cls = next(
         (getattr(transformers, a) for a in config_dict.get("architectures") or () if hasattr(transformers, a)), None
     )
@@ -248,18 +267,18 @@ def meta_model(config_dict: dict[str, Any]) -> Any:
     return model
 
 
-def _read_float(found: dict[str, Any]) -> Any:
-    """Return the number that an object of config.json is, which transformers writes for Infinity and NaN; any other
-    object as it is."""
+def _parse_float(found: dict[str, Any]) -> Any:
+    """Return the float of an object {"__float__": text}, which transformers writes into config.json for Infinity and
+    NaN; any other object unchanged."""
     return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
-def _answer(_: str) -> bytes:
-    """Answer, in the child process, the question on stdin: a JSON object of the fields of Relation. The argument is not
-    used.
+def _compute_relation(_: str) -> bytes:
+    """Answer a question of `_ask_child`, in the child process: read it from stdin, and return the fields of a
+    `Relation` as JSON. The argument is not used.
 
     Raises:
-        ValueError: a tensor of the Hub is computed and not made of parts of parameters.
+        ValueError: a tensor on the Hub has computed values, and is not made of parts of parameters.
     """
     import torch
     from transformers.core_model_loading import revert_weight_conversion
@@ -267,7 +286,7 @@ def _answer(_: str) -> bytes:
     from .traced_views import make_trace
 
     question = json.loads(sys.stdin.buffer.read())
-    model = meta_model(question["config"])
+    model = build_meta_model(question["config"])
     own = {k: tuple(v.shape) for k, v in model.state_dict().items()}
     shapes = {k: tuple(v) for k, v in (question["tensors"] or own).items()}
     state = {k: torch.empty(s, device="meta") for k, s in shapes.items()}
@@ -276,7 +295,7 @@ def _answer(_: str) -> bytes:
         return json.dumps({**answer, "verdict": None, "linear": ()}).encode()
     by_storage = {v.untyped_storage()._cdata: k for k, v in state.items()}
     try:
-        verdict = _judge(model, state) if question["judge"] else None
+        verdict = _judge_loading(model, state) if question["judge"] else None
     except Exception:  # no verdict then; what transformers cannot load this way it may load from files
         verdict = None
     saved = revert_weight_conversion(model, dict(state))
@@ -308,7 +327,7 @@ def _answer(_: str) -> bytes:
             "tied": dict(tied),
             "together": together,
             "verdict": None if verdict is None else verdict._asdict(),
-            "linear": _list_linear(model) if question["linear"] else (),
+            "linear": _list_linear_parameters(model) if question["linear"] else (),
         }
     ).encode()
 
@@ -334,7 +353,7 @@ def _trace_load(model: Any, state: dict[str, Any]) -> dict[str, Any]:
     return joined
 
 
-def _list_linear(model: Any) -> list[str]:
+def _list_linear_parameters(model: Any) -> list[str]:
     """List, in the child process, the parameters that transformers would quantise: weights of linear layers, and of
     experts that are one parameter of three dimensions, [experts, out, in]; but not its output layer."""
     from torch import nn
@@ -354,9 +373,9 @@ def _list_linear(model: Any) -> list[str]:
     return out
 
 
-def _judge(model: Any, state: dict[str, Any]) -> LoadVerdict:
-    """Find out, in the child process, what becomes of a state on its way to the Hub and back: as it is, or without a
-    prefix. `state` is {name in memory: meta tensor}.
+def _judge_loading(model: Any, state: dict[str, Any]) -> LoadVerdict:
+    """Find out, in the child process, whether a state can be saved for the Hub and loaded back: as it is, or without a
+    prefix in its names. `state` is {name in memory: meta tensor}.
 
     Raises:
         NotImplementedError: this torch cannot do that with meta tensors.

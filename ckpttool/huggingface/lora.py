@@ -28,17 +28,17 @@ __all__ = [
     "USE_PEFT",
     "AdapterShape",
     "Shapes",
-    "base_name",
     "check_target_modules",
     "check_trained_tokens",
-    "encode_config",
+    "compute_scaling",
+    "encode_adapter_config",
     "find_lora",
     "find_lora_in_shapes",
     "group_by_wrapper",
-    "make_config",
-    "pattern_value",
+    "look_up_pattern",
+    "make_adapter_config",
     "refuse_unmergeable",
-    "scaling",
+    "to_base_name",
 ]
 
 ROOT = "base_model.model."
@@ -134,7 +134,7 @@ class AdapterShape(NamedTuple):
 
 
 def find_lora(ckpt: Checkpoint) -> AdapterShape | None:
-    """Find the LoRA among the weights of a checkpoint; None where there is none."""
+    """Describe the LoRA adapters among the weights of a checkpoint (ranks, modules, names); None if there are none."""
     return find_lora_in_shapes({joined(t.path[1:]): t.shape for t in ckpt.tensors.values() if t.path[0] == "model"})
 
 
@@ -144,7 +144,7 @@ def find_lora_in_shapes(shapes: Shapes) -> AdapterShape | None:
     modules: set[str] = set()
     names: set[str] = set()
     others: list[str] = []
-    stacked = {base_name(n).rpartition(".")[0]: s[0] for n, s in shapes.items() if len(s) == 3}  # of experts
+    stacked = {to_base_name(n).rpartition(".")[0]: s[0] for n, s in shapes.items() if len(s) == 3}  # of experts
     for name, shape in shapes.items():
         parts = name.split(".")
         at = next((i for i, p in enumerate(parts) if p.startswith("lora_")), None)
@@ -155,7 +155,7 @@ def find_lora_in_shapes(shapes: Shapes) -> AdapterShape | None:
         modules.add(".".join(parts[:at]))
         names.add("" if not rest or rest in (["weight"], ["bias"]) else rest[0])
         if parts[at] in ("lora_A", "lora_embedding_A") and shape:
-            ranks[shape[0] // (stacked.get(base_name(".".join(parts[:at]))) or 1)] += 1
+            ranks[shape[0] // (stacked.get(to_base_name(".".join(parts[:at]))) or 1)] += 1
     if not modules or not ranks:
         return None
     trained = (".modules_to_save.", f".{TOKENS}")
@@ -170,19 +170,20 @@ def find_lora_in_shapes(shapes: Shapes) -> AdapterShape | None:
 # adapter_config.json
 
 
-def make_config(saved: Shapes, *, lora_alpha: float, rslora: bool, base_model: str | None) -> dict[str, Any]:
-    """Make the adapter_config.json of an adapter for which there is none.
+def make_adapter_config(saved: Shapes, *, lora_alpha: float, rslora: bool, base_model: str | None) -> dict[str, Any]:
+    """Make the adapter_config.json of a LoRA adapter that has none.
 
-    What the arguments do not say is as PEFT's defaults: no dropout, no bias of the base model trained.
+    What the arguments do not say has PEFT's default: no dropout, no bias of the base model trained.
 
     Args:
-        saved: {name: shape} of its tensors, as PEFT saves them.
-        lora_alpha: its alpha, by which it is scaled.
-        rslora: whether the scale is alpha / sqrt(r).
-        base_model: name of the base model; None: not known.
+        saved: {name: shape} of the adapter's tensors, as PEFT saves them.
+        lora_alpha: the adapter's alpha, by which it is scaled.
+        rslora: whether the scale is alpha / sqrt(r) instead of alpha / r.
+        base_model: name of the base model; None if it is not known.
 
     Raises:
-        Unsupported: it has no lora_A, or a tensor of a kind that is not known.
+        Unsupported: the adapter has no lora_A, a tensor of an unknown kind, or one that only adapter_config.json
+            explains.
     """
     modules = group_by_wrapper(saved)
     if shown := next((n for n in saved if TOKENS in n.split(".") or _OF_STACK.search(n)), None):
@@ -198,7 +199,7 @@ def make_config(saved: Shapes, *, lora_alpha: float, rslora: bool, base_model: s
         )
     usual = Counter(rank_of.values()).most_common(1)[0][0]
     of_adapter = {n for kinds in modules.values() for n in kinds.values()}
-    whole = sorted({base_name(n).rpartition(".")[0] for n in saved if n not in of_adapter})
+    whole = sorted({to_base_name(n).rpartition(".")[0] for n in saved if n not in of_adapter})
     return {
         "base_model_name_or_path": base_model,
         "bias": "none",
@@ -218,20 +219,20 @@ def make_config(saved: Shapes, *, lora_alpha: float, rslora: bool, base_model: s
     }
 
 
-def encode_config(config: Config) -> bytes:
-    """Encode adapter_config.json, laid out as PEFT does."""
+def encode_adapter_config(config: Config) -> bytes:
+    """Encode adapter_config.json as JSON, formatted as PEFT writes it."""
     return json.dumps(config, indent=2, sort_keys=True).encode()
 
 
 def refuse_unmergeable(config: Config, *, base_is_given: bool) -> None:
-    """Refuse an adapter that cannot be merged exactly, by the name of what stands in the way.
+    """Refuse an adapter that cannot be merged exactly; the message names the reason.
 
     Args:
         config: its adapter_config.json.
-        base_is_given: the base model is another checkpoint, and not what the job held beside the adapter.
+        base_is_given: the base model is another checkpoint, and not the weights that the job saved with the adapter.
 
     Raises:
-        Unsupported: it cannot be merged.
+        Unsupported: the adapter cannot be merged.
     """
     kind = config.get("peft_type")
     if kind not in ("LORA", "TRAINABLE_TOKENS"):
@@ -264,11 +265,11 @@ USE_PEFT = "Merge it with PEFT's merge_and_unload."
 
 
 def check_trained_tokens(config: Config, saved: Iterable[str]) -> None:
-    """Check that an adapter whose config has trained tokens has a tensor of them; `saved` are the names that PEFT
-    saves.
+    """Check that an adapter whose config lists trained tokens has a tensor for them. `saved` are the names of its
+    tensors, as PEFT saves them.
 
     Raises:
-        Corrupt: it has none.
+        Corrupt: there is no such tensor.
     """
     if config.get("trainable_token_indices") and not any(n.endswith(f".{TOKENS}") for n in saved):
         raise Corrupt(
@@ -279,14 +280,15 @@ def check_trained_tokens(config: Config, saved: Iterable[str]) -> None:
 
 
 def check_target_modules(config: Config, saved: Iterable[str]) -> None:
-    """Check that the config of an adapter lists at least one of its modules, as it does not once a map has renamed
-    them; `saved` are the names that PEFT saves. A pattern, and parameters instead of modules, are not checked.
+    """Check that the config of an adapter lists at least one of its modules, which is not so after a name map has
+    renamed them. `saved` are the names of its tensors, as PEFT saves them. A config with a pattern, or with
+    target_parameters, is not checked.
 
     Raises:
-        Unsupported: it lists none.
+        Unsupported: the config lists none of the modules.
     """
     targets = config.get("target_modules")
-    modules = sorted({base_name(n.partition(".lora_")[0]) for n in saved if ".lora_" in n})
+    modules = sorted({to_base_name(n.partition(".lora_")[0]) for n in saved if ".lora_" in n})
     if not isinstance(targets, list) or config.get("target_parameters") or not modules:
         return
     if not any(f".{m}".endswith(tuple(f".{t}" for t in targets)) for m in modules):
@@ -298,7 +300,7 @@ def check_target_modules(config: Config, saved: Iterable[str]) -> None:
         )
 
 
-def scaling(config: Config, module: str, rank: int) -> float:
+def compute_scaling(config: Config, module: str, rank: int) -> float:
     """Return the factor of a module's product B @ A: alpha / r, or alpha / sqrt(r) with use_rslora.
 
     Args:
@@ -310,8 +312,8 @@ def scaling(config: Config, module: str, rank: int) -> float:
         Corrupt: the file has another rank than its matrices, or no alpha, or a damaged pattern.
         Unsupported: a pattern could take forever.
     """
-    r = pattern_value(config, "rank_pattern", module, config.get("r"))
-    alpha = pattern_value(config, "alpha_pattern", module, config.get("lora_alpha"))
+    r = look_up_pattern(config, "rank_pattern", module, config.get("r"))
+    alpha = look_up_pattern(config, "alpha_pattern", module, config.get("lora_alpha"))
     if type(alpha) not in (int, float) or not math.isfinite(alpha):
         raise Corrupt(
             f"adapter_config.json has no number as lora_alpha, but {str(alpha)[:40]!r}. It does not belong to this "
@@ -327,7 +329,7 @@ def scaling(config: Config, module: str, rank: int) -> float:
     return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
 
 
-def pattern_value(config: Config, field: str, module: str, usual: Any) -> Any:
+def look_up_pattern(config: Config, field: str, module: str, usual: Any) -> Any:
     """Return the value of the first pattern that matches the module to its end.
 
     Args:
@@ -354,10 +356,10 @@ _QUANTIFIED_GROUP = re.compile(r"\)\s*[*+?{]")
 
 
 def _pattern_matches(field: str, pattern: str, module: str) -> bool:
-    """Return whether a pattern in a field of adapter_config.json matches a module, as PEFT does.
+    """Whether a pattern in a field of adapter_config.json matches a module name, by PEFT's rules.
 
     Raises:
-        Corrupt: it is no pattern. Unsupported: it could take forever.
+        Corrupt: it is not a regular expression. Unsupported: it could take forever.
     """
     if re.fullmatch(r"[\w.-]*", pattern):  # a name, whose dots match any character
         return re.search(rf"(?:^|\.)(?:{pattern})$", module) is not None
@@ -380,13 +382,14 @@ def _pattern_matches(field: str, pattern: str, module: str) -> bool:
 
 
 def group_by_wrapper(saved: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Group the LoRA in an adapter: {wrapped module: {"a", "b", "bias" or "magnitude": name of the tensor}}.
+    """Group the LoRA tensors of an adapter by wrapped module: {module: {"a", "b", "bias" or "magnitude": name of the
+    tensor}}.
 
-    `saved` are the names of its tensors. A module of which two parameters are adapted is wrapped twice: "experts" and
-    "experts.base_layer".
+    A module of which two parameters are adapted is wrapped twice: "experts" and "experts.base_layer". `saved` are the
+    names of the adapter's tensors; names without LoRA are ignored.
 
     Raises:
-        Unsupported: a tensor is of a kind that is not known.
+        Unsupported: a LoRA tensor is of a kind that is not known.
     """
     out: dict[str, dict[str, str]] = {}
     for name in saved:
@@ -401,6 +404,6 @@ def group_by_wrapper(saved: Iterable[str]) -> dict[str, dict[str, str]]:
     return out
 
 
-def base_name(name: str) -> str:
-    """Return the name in the base model of a parameter or module that PEFT has wrapped."""
+def to_base_name(name: str) -> str:
+    """Return the name of a parameter or module in the base model, from its name in the model that PEFT has wrapped."""
     return ".".join(p for p in name.removeprefix(ROOT).split(".") if p not in ("base_layer", "token_adapter"))

@@ -28,9 +28,9 @@ from typing import NamedTuple
 from ..errors import Corrupt, Unsupported, argument
 from . import Config, lora
 from .hub_names import Piece
-from .lora import USE_PEFT, Shapes, base_name
+from .lora import USE_PEFT, Shapes, to_base_name
 
-__all__ = ["Change", "NewRows", "StackPart", "Update", "find_parameters", "plan_changes"]
+__all__ = ["Change", "NewRows", "StackPart", "Update", "match_target_parameters", "plan_changes"]
 
 _MOST_WRAPPERS = 6  # of one module; each more multiplies the ways in which its parameters may lie in them
 
@@ -70,7 +70,8 @@ class Update:
 
     @property
     def module(self) -> str:
-        """Return the name by which adapter_config.json means it: of the module, or of the parameter."""
+        """Return the name by which adapter_config.json refers to the target: that of the module, or of the parameter
+        if target_parameters names it."""
         return self.target if self.kind == "parameter" else self.target.rpartition(".")[0]
 
 
@@ -95,12 +96,14 @@ class Change:
 
     @property
     def is_copy(self) -> bool:
-        """Return whether the adapter has a copy of the whole module (modules_to_save), which is tied to nothing."""
+        """Whether a complete copy of the module in the adapter (modules_to_save), which is tied to nothing, replaces
+        the tensor."""
         return self.start is not None and "base_layer" not in self.start[1].split(".")
 
     @property
     def stacked(self) -> int:
-        """Return how many matrices the tensor is a stack of, each of which can be computed alone; 1 where it is not."""
+        """Return how many matrices the tensor consists of that can each be computed separately; 1 if it is not such
+        a stack."""
         return min((u.stacked for u in self.updates), default=1)
 
 
@@ -119,18 +122,20 @@ def plan_changes(
     base: Shapes,
     pieces: Mapping[str, Sequence[Piece]],
 ) -> dict[str, Change]:
-    """Plan a merge of adapters, in this order: {tensor of the base model: what becomes of it}, of those that change.
+    """Plan a merge of adapters into a base model, in the order of `adapters`, and return {tensor of the base model: its
+    change} for the tensors that change.
 
     Args:
         adapters: {name of an adapter: {name as PEFT saves it: shape}}.
         configs: {name of an adapter: its adapter_config.json}.
         base: {name: shape} of the base model.
-        pieces: {tensor of it: the modules that it is on the Hub}, by which an adapter may call them.
+        pieces: {tensor of the base model: the modules into which it is split on the Hub}; an adapter may use their
+            names.
 
     Raises:
-        Unsupported: an adapter changes what no merge can change, or what the base model lacks; or adapters cannot be
-            merged together.
-        Corrupt: shapes do not fit, or an adapter_config.json is of another adapter.
+        Unsupported: an adapter changes something that cannot be merged or that the base model lacks, or adapters cannot
+            be merged together.
+        Corrupt: shapes do not fit, or an adapter_config.json belongs to another adapter.
     """
     starts: dict[str, tuple[str, str]] = {}
     updates: dict[str, list[Update]] = {}
@@ -145,39 +150,39 @@ def plan_changes(
                     f'"{wrapper}": the adapter has only {", ".join(sorted(kinds.values()))}. The file is incomplete.',
                     code="CKPT0418",
                 )
-        parameters = find_parameters(one.wrappers, saved, one.config, base)
+        parameters = match_target_parameters(one.wrappers, saved, one.config, base)
         stacks: dict[str, list[tuple[Piece, str]]] = {}
         for wrapper, kinds in one.wrappers.items():
             if wrapper in on_hub:
                 stacks.setdefault(on_hub[wrapper][0], []).append((on_hub[wrapper][1], wrapper))
                 continue
             update = (
-                _update_parameter(one, wrapper, *parameters[wrapper], base)
+                _make_parameter_update(one, wrapper, *parameters[wrapper], base)
                 if wrapper in parameters
-                else _update_module(one, wrapper, base)
+                else _make_module_update(one, wrapper, base)
             )
             updates.setdefault(update.target, []).append(update)
             if "bias" in kinds:
                 bias = _require_target(f"{update.module}.bias", kinds["bias"], base)
                 biases.setdefault(bias, []).append((name, kinds["bias"], update.scaling))
         for parameter, parts in stacks.items():
-            updates.setdefault(parameter, []).append(_update_stack(one, parameter, parts, base))
+            updates.setdefault(parameter, []).append(_make_stack_update(one, parameter, parts, base))
         lora.check_trained_tokens(one.config, saved)
         of_lora = {n for kinds in one.wrappers.values() for n in kinds.values()}
         for tensor in saved:
             if tensor in of_lora:
                 continue
             if tensor.endswith(f".{lora.TOKENS}"):
-                target, found = _find_rows(one, tensor, base)
+                target, found = _find_trained_rows(one, tensor, base)
                 rows.setdefault(target, []).append(found)
                 continue
-            target = _find_whole(one, tensor, base)
+            target = _find_replaced_tensor(one, tensor, base)
             if target in starts:
                 raise Unsupported(
                     f'two of the adapters replace "{target}" as a whole. Merge one of them.', code="CKPT0322"
                 )
             starts[target] = (name, tensor)
-    _refuse_together(updates, rows)
+    _refuse_conflicts(updates, rows)
     return {
         n: Change(starts.get(n), tuple(updates.get(n, ())), tuple(biases.get(n, ())), tuple(rows.get(n, ())))
         for n in base
@@ -185,8 +190,8 @@ def plan_changes(
     }
 
 
-def _refuse_together(updates: Mapping[str, Sequence[Update]], rows: Mapping[str, Sequence[NewRows]]) -> None:
-    """Refuse adapters that change one tensor in ways of which PEFT allows only one.
+def _refuse_conflicts(updates: Mapping[str, Sequence[Update]], rows: Mapping[str, Sequence[NewRows]]) -> None:
+    """Refuse adapters that change one tensor in ways that PEFT does not combine: with DoRA, or in the same rows.
 
     Raises:
         Unsupported: with the tensor.
@@ -205,7 +210,12 @@ def _refuse_together(updates: Mapping[str, Sequence[Update]], rows: Mapping[str,
 
 
 def _require_target(target: str, name: str, base: Shapes) -> str:
-    """Return `target`, the tensor of the base model (`base`, {name: shape}) that `name` of the adapter belongs to.
+    """Return `target`, the name of a base tensor, after checking that the base model has it.
+
+    Args:
+        target: the name.
+        name: the adapter's tensor that belongs to it, for the message.
+        base: {name: shape} of the base model.
 
     Raises:
         Unsupported: the base model does not have it.
@@ -223,13 +233,13 @@ def _require_target(target: str, name: str, base: Shapes) -> str:
 # ------------------------------------------------------------------------------------------------- tensors as a whole
 
 
-def _find_whole(one: _Adapter, name: str, base: Shapes) -> str:
+def _find_replaced_tensor(one: _Adapter, name: str, base: Shapes) -> str:
     """Return the tensor of the base model that a tensor of an adapter replaces.
 
     Raises:
         Unsupported: the base model lacks it. Corrupt: it has another shape there.
     """
-    target, shape = _require_target(base_name(name), name, base), one.saved[name]
+    target, shape = _require_target(to_base_name(name), name, base), one.saved[name]
     if base[target] != shape:
         raise Corrupt(
             f'"{name}" of the adapter is {list(shape)}, but "{target}" of the base model is {list(base[target])}. If '
@@ -240,13 +250,13 @@ def _find_whole(one: _Adapter, name: str, base: Shapes) -> str:
     return target
 
 
-def _find_rows(one: _Adapter, name: str, base: Shapes) -> tuple[str, NewRows]:
+def _find_trained_rows(one: _Adapter, name: str, base: Shapes) -> tuple[str, NewRows]:
     """Return (embedding, its rows that an adapter has trained) of a tensor `name` of trained tokens.
 
     Raises:
         Corrupt: adapter_config.json does not say which rows, or they do not fit. Unsupported: the base model lacks it.
     """
-    module = base_name(name.removesuffix(f".{lora.TOKENS}"))
+    module = to_base_name(name.removesuffix(f".{lora.TOKENS}"))
     target = _require_target(f"{module}.weight", name, base)
     said = one.config.get("trainable_token_indices", one.config.get("token_indices"))
     if isinstance(said, dict):
@@ -269,12 +279,13 @@ def _find_rows(one: _Adapter, name: str, base: Shapes) -> tuple[str, NewRows]:
 # --------------------------------------------------------------------------------------------------- target_parameters
 
 
-def find_parameters(
+def match_target_parameters(
     wrappers: Mapping[str, Mapping[str, str]], saved: Shapes, config: Config, base: Shapes
 ) -> dict[str, tuple[str, bool]]:
-    """Find what target_parameters of an adapter means: {wrapped module: (parameter, whether its stack is (in, out))}.
+    """Match the wrapped modules of an adapter to the parameters that its target_parameters names: {wrapped module:
+    (parameter, whether its matrices are stored (in, out))}.
 
-    Files do not say which of the wrappers of a module belongs to which of its parameters; shapes do.
+    Files do not say which of a module's wrappers belongs to which of its parameters, so their shapes decide.
 
     Args:
         wrappers: what `lora.group_by_wrapper` returns.
@@ -283,14 +294,14 @@ def find_parameters(
         base: {name: shape} of the base model.
 
     Raises:
-        Corrupt: shapes or adapter_config.json do not fit. Unsupported: they do not tell.
+        Corrupt: the shapes or adapter_config.json do not fit. Unsupported: the shapes are ambiguous.
     """
     wanted = config.get("target_parameters") or ()
     if not isinstance(wanted, list | tuple) or not all(isinstance(n, str) for n in wanted):
         raise Corrupt("target_parameters in adapter_config.json is not a list of names.", code="CKPT0418")
     nested: dict[str, list[str]] = {}
     for wrapper in wrappers if wanted else ():
-        nested.setdefault(base_name(wrapper), []).append(wrapper)
+        nested.setdefault(to_base_name(wrapper), []).append(wrapper)
     named: dict[str, list[str]] = {}
     ends = frozenset(wanted)
     for n in base if wanted else ():
@@ -307,17 +318,19 @@ def find_parameters(
                 code="CKPT0418",
             )
         pairs = {w: (saved.get(wrappers[w].get("a", "")), saved.get(wrappers[w].get("b", ""))) for w in here}
-        out |= _assign(module, {w: (a, b) for w, (a, b) in pairs.items() if a and b}, names, base, _is_old(config))
+        out |= _assign_parameters(
+            module, {w: (a, b) for w, (a, b) in pairs.items() if a and b}, names, base, _is_before_peft_0_19(config)
+        )
     return out
 
 
-def _is_old(config: Config) -> bool:
-    """Return whether PEFT before 0.19 wrote an adapter_config.json."""
+def _is_before_peft_0_19(config: Config) -> bool:
+    """Whether a version of PEFT before 0.19 wrote an adapter_config.json; true if it names no version."""
     said = re.match(r"0\.(\d+)\.", str(config.get("peft_version") or "0.17."))
     return said is not None and int(said[1]) < 19
 
 
-def _assign(
+def _assign_parameters(
     module: str,
     pairs: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
     names: Sequence[str],
@@ -339,7 +352,7 @@ def _assign(
     orders = [
         order
         for order in permutations(names, len(pairs))
-        if all(_ways(*pair, base[n]) for pair, n in zip(pairs.values(), order, strict=True))
+        if all(_find_orientations(*pair, base[n]) for pair, n in zip(pairs.values(), order, strict=True))
     ]
     shown = "; ".join([f"{n.rpartition('.')[2]} {list(base[n])}" for n in names])
     if not orders:
@@ -354,7 +367,7 @@ def _assign(
             f"{USE_PEFT}",
             code="CKPT0322",
         )
-    ways = {w: _ways(*pair, base[n]) for (w, pair), n in zip(pairs.items(), orders[0], strict=True)}
+    ways = {w: _find_orientations(*pair, base[n]) for (w, pair), n in zip(pairs.items(), orders[0], strict=True)}
     sure = {way for found in ways.values() if len(found) == 1 for way in found}
     out = {}
     for (wrapper, found), name in zip(ways.items(), orders[0], strict=True):
@@ -369,9 +382,16 @@ def _assign(
     return out
 
 
-def _ways(a: tuple[int, ...], b: tuple[int, ...], shape: tuple[int, ...]) -> set[bool]:
-    """Return how lora_A and lora_B of these shapes may be of a parameter: {False} of one that is (out, in) or a stack
-    of such, {True} of (in, out), both where it is square, an empty set where they are not."""
+def _find_orientations(a: tuple[int, ...], b: tuple[int, ...], shape: tuple[int, ...]) -> set[bool]:
+    """Return the orientations of a parameter that shapes of lora_A and lora_B fit: False for (out, in), or a stack of
+    such matrices, True for a stack of (in, out).
+
+    Both are returned for a stack of square matrices, and an empty set if neither fits.
+
+    Args:
+        a, b: shapes of lora_A and lora_B.
+        shape: shape of the parameter.
+    """
     if len(shape) not in (2, 3) or len(a) != 2 or len(b) != 2 or a[0] != b[1]:
         return set()
     stacked, product = shape[0] if len(shape) == 3 else 1, (b[0], a[1])
@@ -384,28 +404,37 @@ def _ways(a: tuple[int, ...], b: tuple[int, ...], shape: tuple[int, ...]) -> set
     }
 
 
-def _update_parameter(one: _Adapter, wrapper: str, name: str, transposed: bool, base: Shapes) -> Update:
+def _make_parameter_update(one: _Adapter, wrapper: str, name: str, transposed: bool, base: Shapes) -> Update:
     """Make the update of a parameter that target_parameters names.
 
+    Args:
+        one: the adapter.
+        wrapper: the wrapped module.
+        name: name of the parameter.
+        transposed: whether its matrices are stored (in, out).
+        base: {name: shape} of the base model.
+
     Raises:
-        Corrupt: adapter_config.json has another rank, or DoRA.
+        Corrupt: adapter_config.json has another rank, or contradicts the tensors about DoRA.
     """
     kinds, stacked = one.wrappers[wrapper], base[name][0] if len(base[name]) == 3 else 1
     _check_dora(one, name, kinds)
     rank = one.saved[kinds["a"]][0] // stacked
-    factor = lora.scaling(one.config, name, rank)
+    factor = lora.compute_scaling(one.config, name, rank)
     return Update(one.name, name, kinds["a"], kinds["b"], None, factor, rank, "parameter", transposed, stacked)
 
 
-def _update_stack(one: _Adapter, parameter: str, parts: Sequence[tuple[Piece, str]], base: Shapes) -> Update:
-    """Make the update of a stack whose matrices, or parts of them, have a LoRA each.
+def _make_stack_update(one: _Adapter, parameter: str, parts: Sequence[tuple[Piece, str]], base: Shapes) -> Update:
+    """Make the update of a stack of matrices that each have a LoRA of their own, or several for parts of them.
 
     Args:
-        parameter: the stack.
-        parts: (place in the stack, wrapped module) of each.
+        one: the adapter.
+        parameter: name of the stack.
+        parts: (place in the stack, wrapped module) of each LoRA.
+        base: {name: shape} of the base model.
 
     Raises:
-        Unsupported: ranks or factors differ, or one is more than A and B. Corrupt: shapes do not fit.
+        Unsupported: ranks or factors differ, or a LoRA has a bias or a magnitude. Corrupt: shapes do not fit.
     """
     out, factors = [], set()
     stacked = base[parameter][0] if len(base[parameter]) == 3 else 1
@@ -422,7 +451,7 @@ def _update_stack(one: _Adapter, parameter: str, parts: Sequence[tuple[Piece, st
             raise Unsupported(
                 f'"{wrapper}" has a bias or a magnitude, and is a part of "{parameter}". {USE_PEFT}', code="CKPT0322"
             )
-        factors.add((lora.scaling(one.config, wrapper, a[0]), a[0]))
+        factors.add((lora.compute_scaling(one.config, wrapper, a[0]), a[0]))
         out.append(StackPart(piece.matrix, piece.first, piece.rows, kinds["a"], kinds["b"]))
     if len(factors) > 1:
         raise Unsupported(
@@ -435,14 +464,19 @@ def _update_stack(one: _Adapter, parameter: str, parts: Sequence[tuple[Piece, st
 # ------------------------------------------------------------------------------------------------------------- modules
 
 
-def _update_module(one: _Adapter, wrapper: str, base: Shapes) -> Update:
-    """Make the update of the weight of one module, after comparing all shapes.
+def _make_module_update(one: _Adapter, wrapper: str, base: Shapes) -> Update:
+    """Make the update of a module's weight, after comparing all shapes.
+
+    Args:
+        one: the adapter.
+        wrapper: the wrapped module.
+        base: {name: shape} of the base model.
 
     Raises:
         Corrupt: shapes or adapter_config.json do not fit.
         Unsupported: it is not a linear layer, an embedding or a convolution without groups, or the base model lacks it.
     """
-    kinds, module = one.wrappers[wrapper], base_name(wrapper)
+    kinds, module = one.wrappers[wrapper], to_base_name(wrapper)
     if f"{module}.in_proj_weight" in base:
         raise Unsupported(
             f'"{kinds["a"]}" is of a MultiheadAttention, which ckpttool does not merge. {USE_PEFT}', code="CKPT0322"
@@ -482,7 +516,7 @@ def _update_module(one: _Adapter, wrapper: str, base: Shapes) -> Update:
     # B @ A must have the shape of the weight, or its transposed one
     product, transposed = (b[0], *a[1:]), embedding
     if kind == "linear":
-        transposed = _is_conv1d(one, module, base) if product[0] == product[1] else target == product[::-1]
+        transposed = _is_conv1d_weight(one, module, base) if product[0] == product[1] else target == product[::-1]
     if target != (product[::-1] if transposed else product) or set(b[2:]) > {1}:
         raise Corrupt(
             f'"{module}": lora_B @ lora_A is {list(product)}, but the weight of the base model is {list(target)}. They '
@@ -490,16 +524,16 @@ def _update_module(one: _Adapter, wrapper: str, base: Shapes) -> Update:
             code="CKPT0418",
         )
     _check_dora(one, module, kinds)
-    factor = lora.scaling(one.config, module, a[0])
+    factor = lora.compute_scaling(one.config, module, a[0])
     return Update(one.name, name, kinds["a"], kinds["b"], kinds.get("magnitude"), factor, a[0], kind, transposed)
 
 
 def _check_dora(one: _Adapter, module: str, kinds: Mapping[str, str]) -> None:
-    """Refuse the LoRA of a module, {"a", "b", ...: name of the tensor}, that has a magnitude where adapter_config.json
-    says nothing of DoRA, or none where it does.
+    """Check that a module has a DoRA magnitude exactly if adapter_config.json says so. `kinds` is {"a", "b", ...: name
+    of the tensor} of the module.
 
     Raises:
-        Corrupt: with both.
+        Corrupt: the two contradict each other.
     """
     if bool(one.config.get("use_dora")) != ("magnitude" in kinds):
         raise Corrupt(
@@ -509,12 +543,12 @@ def _check_dora(one: _Adapter, module: str, kinds: Mapping[str, str]) -> None:
         )
 
 
-def _is_conv1d(one: _Adapter, module: str, base: Shapes) -> bool:
-    """Return whether a square weight is that of a Conv1D (GPT-2), which stores it transposed: by the other weights that
-    are adapted, as PEFT's fan_in_fan_out is only what the last one wanted.
+def _is_conv1d_weight(one: _Adapter, module: str, base: Shapes) -> bool:
+    """Whether a square weight belongs to a Conv1D (GPT-2), which stores it transposed. The adapter's weights that are
+    not square decide; if there are none, fan_in_fan_out does, which PEFT sets for the last module that it wraps.
 
     Raises:
-        Unsupported: some are and some are not, and nothing tells of this one.
+        Unsupported: some of these weights are transposed and some are not.
     """
     found: dict[str, bool] = {}
     for other, kinds in one.wrappers.items():

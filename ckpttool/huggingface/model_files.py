@@ -20,9 +20,9 @@ __all__ = [
     "fetch_from_hub",
     "find_adapter_files",
     "find_model_files",
-    "is_known_file",
-    "missing_adapter_config",
-    "read_config",
+    "is_model_or_trainer_file",
+    "make_missing_config_error",
+    "read_config_json",
     "read_model_files",
     "read_training_files",
 ]
@@ -60,7 +60,7 @@ _MOST_BYTES = 256 << 20
 _MOST_TRAINING_BYTES = 4 << 20
 
 
-def read_config(source: Source) -> dict[str, Any]:
+def read_config_json(source: Source) -> dict[str, Any]:
     """Read config.json of a folder.
 
     Raises:
@@ -72,19 +72,19 @@ def read_config(source: Source) -> dict[str, Any]:
     return data
 
 
-def is_known_file(name: str) -> bool:
-    """Return whether a file of that name is the model's config or tokenizer, or a configuration of the trainer."""
+def is_model_or_trainer_file(name: str) -> bool:
+    """Whether a file of this name is the config or tokenizer of a model, or a configuration of a trainer."""
     return _MODEL.fullmatch(name) is not None or _TRAINING.fullmatch(name) is not None
 
 
-def _read_folder(source: Source, notes: list[str]) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
+def _read_model_folder(source: Source, notes: list[str]) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
     """Read (config.json or None, {name: bytes} of files to copy) of a folder; `notes` gets what is not copied.
 
     Raises:
         Corrupt, Unsafe: config.json is not a JSON object, or a file is too large.
     """
     names = [n for n in source.list() if _MODEL.fullmatch(n) and source.exists(n)]
-    found = read_config(source) if "config.json" in names else None
+    found = read_config_json(source) if "config.json" in names else None
     files = {n: source.read_all(n, _MOST_BYTES) for n in names}
     packed = [n for n, data in files.items() if data.startswith(PACKED)]
     if packed:
@@ -144,7 +144,7 @@ def read_model_files(config: str, notes: list[str] | None = None) -> tuple[dict[
         else:
             config = fetch_from_hub(config, ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"])
     with Source(config) as source:
-        return _read_folder(source, [] if notes is None else notes)
+        return _read_model_folder(source, [] if notes is None else notes)
 
 
 class ModelFiles(NamedTuple):
@@ -157,8 +157,9 @@ class ModelFiles(NamedTuple):
 
 
 def find_model_files(source: Source, given: str | None, notes: list[str]) -> ModelFiles:
-    """Find the config and tokenizer of the model `given` (a folder, a file or a Hub model id), or, if that is None,
-    those in the source or beside it. `notes` gets where they were found, or that there are none.
+    """Find the config and tokenizer of a model: those of `given` (a folder, a file or a Hub model id), or if that is
+    None, those in the source's folder or near it. `notes` gets a sentence on where they were found, or that there are
+    none.
 
     Raises:
         Unsupported: `given` is none of these. RemoteError: the Hub did not answer.
@@ -170,7 +171,7 @@ def find_model_files(source: Source, given: str | None, notes: list[str]) -> Mod
         new_notes: list[str] = []
         try:
             if not below:
-                config, files = _read_folder(source, new_notes)
+                config, files = _read_model_folder(source, new_notes)
             elif os.path.isfile(os.path.join(source.root, below, "config.json")):
                 config, files = read_model_files(os.path.join(source.root, below), new_notes)
             else:
@@ -195,20 +196,19 @@ def find_model_files(source: Source, given: str | None, notes: list[str]) -> Mod
 def find_adapter_files(
     source: Source, given: str | None, notes: list[str], name: str | None = None, *, one_of_several: bool = False
 ) -> tuple[dict[str, Any], dict[str, bytes]] | None:
-    """Find (adapter_config.json, {name: bytes} of files to copy, that one among them) of an adapter; None where there
-    is none.
+    """Find (adapter_config.json, {name: bytes} of the adapter's files to copy, including it); None if there is none.
 
-    Looked for in the folder `given`, or else in the source's own, in model/ in it, where NeMo AutoModel saves an
-    adapter, and in the one above it; in each, first in the folder that has the adapter's name, if that is known. The
-    config of the base model is not among the files.
+    The folder `given` is searched, or else the source's own folder, model/ in it, where NeMo AutoModel saves an
+    adapter, and the folder above it. In each of them, a folder with the adapter's name comes first, if the name is
+    known. The config of the base model is not among the files.
 
     Args:
         source: the checkpoint.
-        given: a folder, a file or a Hub model id; None: look beside the source.
-        notes: gets where they were found.
-        name: the adapter's; None: not known.
-        one_of_several: the checkpoint holds several adapters. Then one that is not called default has its file in a
-            folder of its own, as PEFT saves them; only a folder that was given may have it otherwise.
+        given: a folder, a file or a Hub model id; None to search near the source.
+        notes: gets a sentence on where they were found.
+        name: the adapter's name; None if it is not known.
+        one_of_several: the checkpoint holds several adapters. Then an adapter that is not called default must have its
+            file in a folder of its own, as PEFT saves them, unless it is in a folder that was given.
 
     Raises:
         Corrupt, Unsafe: adapter_config.json is not a JSON object. Unsupported: `given` is none of these.
@@ -236,24 +236,29 @@ def find_adapter_files(
 
 
 def _read_adapter_folder(source: Source, folder: str, notes: list[str]) -> dict[str, bytes]:
-    """Read {name: bytes} of a folder of the source ("" is its own), or of one around it, if an adapter_config.json is
-    in it; else return {}. `notes` gets what is not copied."""
+    """Return {name: bytes} of the files to copy from a folder with an adapter_config.json; {} if it has none.
+
+    Args:
+        source: the checkpoint.
+        folder: path relative to the source's folder; "" for that folder itself. It may lead outside, such as "..".
+        notes: gets a sentence on files that are not copied.
+    """
     if not folder:
-        return _read_folder(source, notes)[1] if source.exists(ADAPTER_CONFIG) else {}
+        return _read_model_folder(source, notes)[1] if source.exists(ADAPTER_CONFIG) else {}
     if not folder.startswith(".."):
-        return _read_folder(source.below(folder), notes)[1] if source.exists(f"{folder}/{ADAPTER_CONFIG}") else {}
+        return _read_model_folder(source.below(folder), notes)[1] if source.exists(f"{folder}/{ADAPTER_CONFIG}") else {}
     path = os.path.join(source.root, folder)
     if not os.path.isdir(path):
         return {}
     with Source(path) as other:
-        return _read_folder(other, notes)[1] if other.exists(ADAPTER_CONFIG) else {}
+        return _read_model_folder(other, notes)[1] if other.exists(ADAPTER_CONFIG) else {}
 
 
-def missing_adapter_config(given: str | None, option: str = "config") -> Unsupported:
-    """Return the error where adapter_config.json is needed and there is none.
+def make_missing_config_error(given: str | None, option: str = "config") -> Unsupported:
+    """Make the error for an adapter_config.json that is needed and missing.
 
     Args:
-        given: the folder that the user gave for it; None if it was looked for beside the source.
+        given: the folder that the user gave for it; None if it was searched near the source.
         option: the option that takes the folder.
     """
     where = f"{argument(option, given)} has" if given is not None else "beside the source there is"
@@ -267,10 +272,12 @@ def missing_adapter_config(given: str | None, option: str = "config") -> Unsuppo
 
 
 def read_training_files(source: Source, given: str | None) -> dict[str, bytes]:
-    """Read {name: bytes} of the configuration that a checkpoint was made with: files of the model, and those of the
-    trainer in the folder of the checkpoint and in the one above it; of one name the nearest counts.
+    """Return {name: bytes} of the configuration files of a training run: those of the model, and those of the trainer
+    in the folder of the checkpoint and in the folder above it. Of two files with one name, the nearest is used.
 
-    `given` is the model's folder or id; None: its files are looked for beside the checkpoint.
+    Args:
+        source: the checkpoint.
+        given: the model's folder or id; None to search for its files near the checkpoint.
     """
     out = dict(find_model_files(source, given, [])[1])
     for folder in ("", "..") if source.local_folder else ("",):

@@ -57,7 +57,7 @@ def load_config(given: str) -> dict[str, Any]:
 
 
 def read_model_names(config: Config) -> ModelNames:
-    """Read the names and shapes of a Hugging Face model, from the model on the meta device, in a child process.
+    """Return the names and shapes of a Hugging Face model. A child process builds it on the meta device.
 
     Raises:
         MissingPackage: transformers is not installed. Unsupported: it does not know the architecture.
@@ -123,17 +123,17 @@ def sort_by_module_order(tensors: Mapping[str, T], config: Config) -> dict[str, 
 
 @lru_cache(4)
 def _ask_child(config: bytes) -> bytes:
-    """Ask the child process for the names of the model of a config, in JSON, and return its answer, in JSON; that takes
-    seconds."""
-    return run_in_child("ckpttool.huggingface.model_names:_answer", "transformers", 0, config)
+    """Send a config (JSON) to the child process, and return the names and shapes of its model (JSON). This takes
+    seconds, so answers are cached."""
+    return run_in_child("ckpttool.huggingface.model_names:_compute_model_names", "transformers", 0, config)
 
 
-def _answer(_: str) -> bytes:
-    """Answer, in the child process, for the config on stdin: a JSON object of the fields of ModelNames. The argument is
-    not used."""
-    from .hub_names import meta_model
+def _compute_model_names(_: str) -> bytes:
+    """Answer `_ask_child`, in the child process: read a config from stdin, and return the fields of `ModelNames` as
+    JSON. The argument is not used."""
+    from .hub_names import build_meta_model
 
-    model = meta_model(json.loads(sys.stdin.buffer.read()))
+    model = build_meta_model(json.loads(sys.stdin.buffer.read()))
     model.tie_weights()
     first: dict[int, str] = {}
     tied = {n: o for n, p in model.named_parameters(remove_duplicate=False) if (o := first.setdefault(id(p), n)) != n}
@@ -146,15 +146,19 @@ def _answer(_: str) -> bytes:
             "tied": tied,
             "buffers": [n for n in state if n not in parameters],
             "blocks": [n for n, m in model.named_modules() if type(m).__name__ in whole],
-            "tp_plan": _styles(parameters, getattr(model, "_tp_plan", None)),
-            "ep_plan": _styles(parameters, getattr(model, "_ep_plan", None)),
+            "tp_plan": _match_plan_styles(parameters, getattr(model, "_tp_plan", None)),
+            "ep_plan": _match_plan_styles(parameters, getattr(model, "_ep_plan", None)),
         }
     ).encode()
 
 
-def _styles(parameters: Iterable[str], plan: Mapping[str, str] | None) -> dict[str, str]:
-    """Return {parameter: style} of a plan of transformers, {name of a parameter or of its module: style}, in which *
-    stands for the number of a layer."""
+def _match_plan_styles(parameters: Iterable[str], plan: Mapping[str, str] | None) -> dict[str, str]:
+    """Return {parameter: style} for the parameters that a parallelism plan of transformers divides.
+
+    Args:
+        parameters: names of all parameters.
+        plan: {name of a parameter or module, with * for the number of a layer: style}; None if the model has no plan.
+    """
     known = plan or {}
     out = {}
     for name in sorted(parameters):

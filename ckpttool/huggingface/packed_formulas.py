@@ -55,7 +55,7 @@ _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def round_numbers(numbers: Array, dtype: str) -> Array:
-    """Round float32 numbers to another dtype, and return them as float32."""
+    """Return float32 numbers rounded to another dtype, again as float32."""
     import ml_dtypes
     import numpy as np
 
@@ -92,17 +92,23 @@ def unpack_bits(words: Array, bits: int, count: int) -> Array:
 
 
 def is_group_index(order: Array, columns: int, groups: int) -> bool:
-    """Tell whether `order` names one of so many groups for each column."""
+    """Whether `order` holds the number of a group, below `groups`, for each of the columns."""
     fits = order.shape == (columns,) and order.dtype.kind in "iu"
     return bool(fits and (not columns or 0 <= order.min() <= order.max() < groups))
 
 
 def _read_transposed(weight: Encoded, rows: Rows, per_word: Fraction, read: Read) -> tuple[Array, Array, Array, Array]:
-    """Read what the rows of a GPTQ or AWQ weight need, which are columns of its tensors: codes, zero points, scales,
-    and the group of each column of the parameter.
+    """Read the tensors that some rows of a GPTQ or AWQ weight need; rows of the parameter are columns of its tensors.
 
     Args:
-        per_word: columns of the zero points in a word.
+        weight: the weight.
+        rows: rows of the parameter.
+        per_word: how many columns of zero points a word holds.
+        read: reads a tensor by its key in `Encoded.parts`.
+
+    Returns:
+        (codes, zero points, scales, number of the group of each column of the parameter); codes and zero points are
+            packed.
 
     Raises:
         Corrupt: g_idx names a group that has no scale, or zero points are more or fewer than the scales.
@@ -186,10 +192,10 @@ class _QuantState(NamedTuple):
 
 
 def _read_quant_state(weight: Encoded, read: Read) -> _QuantState:
-    """Read the JSON text that bitsandbytes keeps in a tensor.
+    """Read and check the JSON text about a 4-bit weight that bitsandbytes keeps in a tensor (quant_state).
 
     Raises:
-        Corrupt: it says something else, or there are more or fewer codes, scales or numbers in a table.
+        Corrupt: it is not what bitsandbytes writes, or codes, scales or tables do not have the sizes that it states.
     """
     part = next((p for p in weight.parts if p.startswith("quant_state.")), None)
     where = weight.parts.get(part or "", f"{weight.weight}.quant_state")
@@ -236,16 +242,17 @@ def _read_quant_state(weight: Encoded, read: Read) -> _QuantState:
 
 
 def read_bnb_shape(weight: Encoded, read: Read) -> tuple[int, ...]:
-    """Read the shape of the parameter that NF4 or FP4 codes are.
+    """Read the shape of a parameter from the quant_state of its NF4 or FP4 codes.
 
     Raises:
-        Corrupt: what says it is missing, or contradicts the codes.
+        Corrupt: the quant_state is missing, or contradicts the codes.
     """
     return _read_quant_state(weight, read).shape
 
 
 def compute_bnb_4bit(weight: Encoded, rows: Rows, read: Read) -> Array:
-    """Compute rows of NF4 or FP4, rounded to the dtype of its quant_state: parts of a flat tensor."""
+    """Compute the numbers of some rows of bitsandbytes' NF4 or FP4, whose codes are one flat tensor, rounded to the
+    dtype of the quant_state."""
     import numpy as np
 
     state, codes = _read_quant_state(weight, read), read.shape("codes")

@@ -23,7 +23,7 @@ from ..index.checkpoint import Checkpoint, Chunks, TensorEntry, joined
 from ..printable import count_noun
 from . import Config, adapters, hub_names, lora, lora_changes
 
-__all__ = ["split_config", "split_experts"]
+__all__ = ["make_split_config", "split_experts"]
 
 #: Axes of what a matrix's lora_A and lora_B are parts of: ("a" or "b" of the stack, its axes, those of the part). e
 #: counts matrices, r the rank, i inputs; p, u and q are outputs before, in and behind the tensor of the Hub.
@@ -32,34 +32,40 @@ _TRANSPOSED = {"A": ("b", "i (r e)", "r i"), "B": ("a", "(e r) (p+u+q)", "u r")}
 
 
 def split_experts(ckpt: Checkpoint, config: Config, relation: hub_names.Relation) -> Checkpoint:
-    """Return a checkpoint of an adapter alone, as PEFT saves it, with the modules that the base model has on the Hub.
+    """Split the LoRA of each parameter that is several modules on the Hub, such as stacked experts, into one LoRA per
+    module.
 
     Args:
-        ckpt: the checkpoint.
+        ckpt: a checkpoint of an adapter alone, as PEFT saves it; it is not changed.
         config: its adapter_config.json.
         relation: how the names of the base model in memory and on the Hub differ.
 
+    Returns:
+        A checkpoint of the adapter with the module names of the Hub.
+
     Raises:
-        Unsupported: nothing of it is in several tensors on the Hub, or it cannot be split.
+        Unsupported: the adapter has nothing to split, or it cannot be split.
         Corrupt: it does not fit the model, or its adapter_config.json.
     """
     tensors = {joined(t.path[1:]): t for t in ckpt.tensors.values()}
     wrappers = lora.group_by_wrapper(tensors)
-    found = lora_changes.find_parameters(wrappers, {n: t.shape for n, t in tensors.items()}, config, relation.shapes)
-    pieces, moved = hub_names.find_pieces(relation)
+    found = lora_changes.match_target_parameters(
+        wrappers, {n: t.shape for n, t in tensors.items()}, config, relation.shapes
+    )
+    pieces, moved = hub_names.find_hub_modules(relation)
     joined_on_hub = {of: name for name, parts in relation.joined.items() for of, _ in parts}
     of_lora = {n for kinds in wrappers.values() for n in kinds.values()}
-    out = {adapters.rename_module(n, moved): t for n, t in tensors.items() if n not in of_lora}
+    out = {adapters.rename_adapter_tensor(n, moved): t for n, t in tensors.items() if n not in of_lora}
     split = 0
     for wrapper, kinds in wrappers.items():
-        parameter, transposed = found.get(wrapper, (f"{lora.base_name(wrapper)}.weight", False))
+        parameter, transposed = found.get(wrapper, (f"{lora.to_base_name(wrapper)}.weight", False))
         if parameter in joined_on_hub:
             raise Unsupported(
                 f'"{parameter}" is a part of "{joined_on_hub[parameter]}" on the Hub, so its LoRA has no name there.',
                 code="CKPT0322",
             )
         if parameter not in pieces:
-            out |= {adapters.rename_module(n, moved): tensors[n] for n in kinds.values()}
+            out |= {adapters.rename_adapter_tensor(n, moved): tensors[n] for n in kinds.values()}
             continue
         split += 1
         parts, whole = {kind: tensors[n] for kind, n in kinds.items()}, relation.shapes[parameter]
@@ -70,10 +76,10 @@ def split_experts(ckpt: Checkpoint, config: Config, relation: hub_names.Relation
             )
         sizes = {"e": whole[0] if len(whole) == 3 else 1, "i": whole[-1]}
         sizes["r"] = parts["a"].shape[0] // sizes["e"]
-        lora.scaling(config, parameter, sizes["r"])  # refuses the config of another adapter
+        lora.compute_scaling(config, parameter, sizes["r"])  # refuses the config of another adapter
         for piece in pieces[parameter]:
             sizes |= {"p": piece.first, "u": piece.rows, "q": whole[-2] - piece.first - piece.rows}
-            out |= _cut(piece, parts, sizes, transposed)
+            out |= _cut_lora(piece, parts, sizes, transposed)
     if not split:
         raise Unsupported(
             "no LoRA of the adapter is of a parameter that is several tensors on the Hub, so there is nothing to "
@@ -86,15 +92,15 @@ def split_experts(ckpt: Checkpoint, config: Config, relation: hub_names.Relation
     return replace(ckpt, tensors=new, recorded=kept, notes=[*ckpt.notes, note])
 
 
-def split_config(config: Config, names: Iterable[str], relation: hub_names.Relation) -> dict[str, Any]:
-    """Return the adapter_config.json of an adapter that was split.
+def make_split_config(config: Config, names: Iterable[str], relation: hub_names.Relation) -> dict[str, Any]:
+    """Return the adapter_config.json of an adapter that `split_experts` has split.
 
     Args:
-        config: the one of the adapter as it was.
-        names: of its tensors, split.
+        config: the config before the split.
+        names: names of the adapter's tensors after the split.
         relation: how the names of the base model in memory and on the Hub differ.
     """
-    pieces, wrappers = hub_names.find_pieces(relation)[0], lora.group_by_wrapper(names)
+    pieces, wrappers = hub_names.find_hub_modules(relation)[0], lora.group_by_wrapper(names)
     made = {p.module: parameter for parameter, of in pieces.items() for p in of if p.module in wrappers}
     targets = config.get("target_modules") or []
     if not isinstance(targets, list):
@@ -102,20 +108,21 @@ def split_config(config: Config, names: Iterable[str], relation: hub_names.Relat
     left = [n for n in config.get("target_parameters") or () if not any(f".{p}".endswith(f".{n}") for p in pieces)]
     out = {**config, "target_modules": sorted({*targets, *(m.rpartition(".")[2] for m in made)})}
     for field, usual in (("rank_pattern", config.get("r")), ("alpha_pattern", config.get("lora_alpha"))):
-        values = {m: lora.pattern_value(config, field, parameter, usual) for m, parameter in made.items()}
+        values = {m: lora.look_up_pattern(config, field, parameter, usual) for m, parameter in made.items()}
         out[field] = {**(config.get(field) or {}), **{re.escape(m): v for m, v in values.items() if v != usual}}
     return {**out, "target_parameters": left or None}
 
 
-def _cut(
+def _cut_lora(
     piece: hub_names.Piece, parts: Mapping[str, TensorEntry], sizes: Mapping[str, int], transposed: bool
 ) -> dict[str, TensorEntry]:
-    """Cut the LoRA of one tensor of the Hub out of that of the parameter: {name as PEFT saves it: tensor}.
+    """Cut the LoRA of one module on the Hub out of the LoRA of a parameter, and return {name as PEFT saves it: tensor}.
 
     Args:
-        parts: {"a", "b": tensor} of the LoRA.
-        sizes: of the axes of `_STRAIGHT`.
-        transposed: lora_A has the columns that the parameter has rows, as before PEFT 0.19.
+        piece: the module, and its rows in the parameter.
+        parts: {"a", "b": tensor} of the parameter's LoRA.
+        sizes: sizes of the axes of `_STRAIGHT`.
+        transposed: lora_A has the columns where the parameter has rows, as before PEFT 0.19.
 
     Raises:
         Unsupported: the LoRA is compressed.

@@ -36,8 +36,8 @@ class _Untraceable(Exception):
     """A result is no strided part of its sources."""
 
 
-def _permute(parts: Iterable[Part], order: Sequence[int]) -> list[Part]:
-    """Return the parts of a tensor whose dimension i is dimension order[i] of the one that has `parts`."""
+def _permute_parts(parts: Iterable[Part], order: Sequence[int]) -> list[Part]:
+    """Return the parts of a permuted tensor, whose dimension i is dimension order[i] of the tensor with `parts`."""
     place = {d: i for i, d in enumerate(order)}
     return [
         p._replace(start=tuple(p.start[d] for d in order), runs=tuple(r._replace(dim=place[r.dim]) for r in p.runs))
@@ -45,11 +45,11 @@ def _permute(parts: Iterable[Part], order: Sequence[int]) -> list[Part]:
     ]
 
 
-def _reshape(parts: Iterable[Part], before: Shape, after: Shape) -> list[Part]:
-    """Return the parts of a tensor of shape `before` that was reshaped to `after`.
+def _reshape_parts(parts: Iterable[Part], before: Shape, after: Shape) -> list[Part]:
+    """Return the parts of a tensor of shape `before` after it was reshaped to `after`.
 
     Raises:
-        _Untraceable: an axis crosses the new dimensions.
+        _Untraceable: the elements of a part are not strided in the new shape.
     """
     old, new, out = boxes.strides(before), boxes.strides(after), []
     for p in parts:
@@ -79,25 +79,28 @@ def _reshape(parts: Iterable[Part], before: Shape, after: Shape) -> list[Part]:
     return out
 
 
-def _narrow(parts: Iterable[Part], dim: int, first: int, last: int) -> list[Part]:
+def _narrow_parts(parts: Iterable[Part], dim: int, first: int, last: int) -> list[Part]:
     """Return the parts of the elements [first, last) along a dimension."""
     out = []
     for p in parts:
         rest = tuple(r for r in p.runs if r.dim != dim)
         here = sorted((r for r in p.runs if r.dim == dim), key=lambda r: -r.step)
-        for begin, at, runs in _cut(p.start[dim], p.at, here, first, last):
+        for begin, at, runs in _iterate_cut_runs(p.start[dim], p.at, here, first, last):
             out.append(Part(p.of, at, (*p.start[:dim], begin - first, *p.start[dim + 1 :]), rest + runs))
     return out
 
 
-def _cut(
+def _iterate_cut_runs(
     begin: int, at: Shape, runs: Sequence[AxisRun], first: int, last: int
 ) -> Iterator[tuple[int, Shape, tuple[AxisRun, ...]]]:
-    """Yield (index in the result, index in the source, runs) of what runs of one dimension have within [first, last).
+    """Cut the runs of one dimension to the interval [first, last), and yield (index in the result, index in the source,
+    runs) of each remaining piece.
 
     Args:
-        begin: index in the result at which they begin; `at` is that in the source.
-        runs: the largest step first.
+        begin: index in the result at which the runs begin.
+        at: index in the source at which they begin.
+        runs: the runs, the largest step first.
+        first, last: the interval, in indices of the result.
     """
     span = sum((r.size - 1) * r.step for r in runs)
     if begin >= last or begin + span < first:
@@ -117,17 +120,17 @@ def _cut(
     if low < high:
         yield begin + low * r.step, moved(low), (r._replace(size=high - low), *rest)
     for i in (i for i in range(r.size) if not low <= i < high):
-        yield from _cut(begin + i * r.step, moved(i), rest, first, last)
+        yield from _iterate_cut_runs(begin + i * r.step, moved(i), rest, first, last)
 
 
-def _split(parts: list[Part], dim: int, sizes: Iterable[int]) -> list[list[Part]]:
-    """Return the parts of each piece that a tensor is cut into along a dimension."""
+def _split_parts(parts: list[Part], dim: int, sizes: Iterable[int]) -> list[list[Part]]:
+    """Return, for a tensor that is split into pieces of these sizes along a dimension, the parts of each piece."""
     ends = list(accumulate(sizes))
-    return [_narrow(parts, dim, a, b) for a, b in zip([0, *ends], ends, strict=False)]
+    return [_narrow_parts(parts, dim, a, b) for a, b in zip([0, *ends], ends, strict=False)]
 
 
-def _cat(several: Iterable[tuple[list[Part], Shape]], dim: int) -> list[Part]:
-    """Return the parts of (parts, shape) of tensors that were concatenated along a dimension."""
+def _concatenate_parts(several: Iterable[tuple[list[Part], Shape]], dim: int) -> list[Part]:
+    """Return the parts of the concatenation of tensors, given as (parts, shape), along a dimension."""
     out, at = [], 0
     for parts, shape in several:
         out += [p._replace(start=(*p.start[:dim], p.start[dim] + at, *p.start[dim + 1 :])) for p in parts]
@@ -141,29 +144,32 @@ _SAME = frozenset(
 )
 
 
-def _follow(
+def _trace_operation(
     name: str, given: list[Part], shape: Shape, out: Any, args: Sequence[Any], dim_of: Callable[[Any], int]
 ) -> Any:
-    """Return the parts of the result of an operation on one tensor, or of each result; None where it is not known.
+    """Return the parts of the result of a torch operation on one tensor, a list of parts for each tensor if the result
+    is several; None if they are not known.
 
     Args:
-        name: of the operation; `args` are those after the tensor.
-        given: parts of the tensor; `shape` is its own.
+        name: name of the operation.
+        given: parts of the tensor.
+        shape: shape of the tensor.
         out: the result.
-        dim_of: returns the number of a dimension that may count from the end.
+        args: the arguments after the tensor.
+        dim_of: converts the number of a dimension that may count from the end.
     """
     if name in _SAME:
-        return _reshape(given, shape, tuple(out.shape))
+        return _reshape_parts(given, shape, tuple(out.shape))
     if name in ("transpose", "t", "permute"):
         order = list(range(len(shape)))
         a, b = (0, 1) if name == "t" else (dim_of(args[0]), dim_of(args[1])) if name == "transpose" else (0, 0)
         order[a], order[b] = order[b], order[a]
-        return _permute(given, [dim_of(d) for d in args[0]] if name == "permute" else order)
+        return _permute_parts(given, [dim_of(d) for d in args[0]] if name == "permute" else order)
     if name in ("split", "split_with_sizes", "unbind"):
         dim = dim_of((args if name == "unbind" else args[1:] or (0,))[0] if args else 0)
-        pieces = _split(given, dim, [1] * len(out) if name == "unbind" else [t.shape[dim] for t in out])
+        pieces = _split_parts(given, dim, [1] * len(out) if name == "unbind" else [t.shape[dim] for t in out])
         return [
-            _reshape(p, (*shape[:dim], 1, *shape[dim + 1 :]), tuple(t.shape)) if name == "unbind" else p
+            _reshape_parts(p, (*shape[:dim], 1, *shape[dim + 1 :]), tuple(t.shape)) if name == "unbind" else p
             for p, t in zip(pieces, out, strict=True)
         ]
     if name in ("slice", "select"):
@@ -171,15 +177,21 @@ def _follow(
         first = (args[1] if len(args) > 1 else 0) or 0
         first += shape[dim] if first < 0 else 0
         if name == "select":
-            cut = _narrow(given, dim, first, first + 1)
-            return _reshape(cut, (*shape[:dim], 1, *shape[dim + 1 :]), tuple(out.shape))
-        return _narrow(given, dim, first, first + out.shape[dim]) if len(args) < 4 or args[3] == 1 else None
+            cut = _narrow_parts(given, dim, first, first + 1)
+            return _reshape_parts(cut, (*shape[:dim], 1, *shape[dim + 1 :]), tuple(out.shape))
+        return _narrow_parts(given, dim, first, first + out.shape[dim]) if len(args) < 4 or args[3] == 1 else None
     return None
 
 
 def make_trace(named: dict[str, Any]) -> Any:
-    """Return a context that watches torch: `parts_of(tensor)` says of a tensor what it was made of within it, a list of
-    Part, or None where that is not known. `named` are the sources, {name: tensor}."""
+    """Make a context manager that watches torch operations and remembers the origin of their results' elements.
+
+    Its `parts_of(tensor)` returns a list of `Part`, which say what the tensor was made of within the context, or None
+    if that is not known.
+
+    Args:
+        named: the source tensors, {name: tensor}.
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -214,7 +226,7 @@ def make_trace(named: dict[str, Any]) -> Any:
                     self._join(name, out, args[0], args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0))
                 elif args and hasattr(args[0], "untyped_storage") and (given := self.parts_of(args[0])) is not None:
                     shape = tuple(args[0].shape)
-                    found = _follow(name, given, shape, out, args[1:], lambda d: d % max(1, len(shape)))
+                    found = _trace_operation(name, given, shape, out, args[1:], lambda d: d % max(1, len(shape)))
                     several = isinstance(out, (list, tuple))
                     for t, parts in zip(out, found, strict=True) if several and found else [(out, found)]:
                         if parts is not None:
@@ -230,7 +242,7 @@ def make_trace(named: dict[str, Any]) -> Any:
             dim %= out.ndim
             if name == "stack":
                 wide = [(*s[:dim], 1, *s[dim:]) for _, s in parts]
-                parts = [(_reshape(p or [], s, w), w) for (p, s), w in zip(parts, wide, strict=True)]
-            self._note(out, _cat([(p or [], s) for p, s in parts], dim))
+                parts = [(_reshape_parts(p or [], s, w), w) for (p, s), w in zip(parts, wide, strict=True)]
+            self._note(out, _concatenate_parts([(p or [], s) for p, s in parts], dim))
 
     return Trace()

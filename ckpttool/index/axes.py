@@ -143,8 +143,8 @@ class Axes:
         return {a for d in self.dims for f in d for t in f for a in t} - {PAD}
 
     def term(self, k: int) -> Axes:
-        """Return the same axes with term number `k` (from 0) of the sum in place of the sum; unchanged where there is
-        no sum."""
+        """Return these axes with term number `k` (from 0) in place of their sum; axes without a sum are returned
+        unchanged."""
 
         def of(f: Factor) -> Dim:
             """Return a factor as it is, or, if it is a sum, the factors of its term number `k`."""
@@ -153,8 +153,7 @@ class Axes:
         return Axes(tuple(tuple(g for f in d for g in of(f)) for d in self.dims))
 
     def without(self, atoms: frozenset[str]) -> Axes:
-        """Return the same axes without the dimensions that consist of nothing but one of `atoms`, which are names of
-        axes."""
+        """Return these axes without the dimensions that are one single axis whose name is in `atoms`."""
         return Axes(tuple(d for d in self.dims if not (len(d) == 1 and len(d[0]) == 1 and set(d[0][0]) & atoms)))
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -163,7 +162,7 @@ class Axes:
         Raises:
             UnknownSize: an axis has no size.
         """
-        return tuple(prod(_factor_size(f, sizes) for f in d) for d in self.dims)
+        return tuple(prod(_compute_factor_size(f, sizes) for f in d) for d in self.dims)
 
     def solve(self, shape: Sequence[int], sizes: dict[str, int]) -> None:
         """Derive the sizes of axes that follow from a shape and from the sizes already known, and add them to `sizes`,
@@ -192,7 +191,7 @@ class Axes:
         return " ".join(map(dim, self.dims))
 
 
-def _factor_size(f: Factor, sizes: Mapping[str, int]) -> int:
+def _compute_factor_size(f: Factor, sizes: Mapping[str, int]) -> int:
     """Compute the size of a factor, the sum of its terms; `sizes` is {name of an axis: size}.
 
     Raises:
@@ -214,13 +213,13 @@ def _solve_dim(d: Dim, n: int, sizes: dict[str, int]) -> bool:
     """
     unknown = {a for f in d for t in f for a in t if a not in sizes}
     if not unknown:
-        if (have := prod(_factor_size(f, sizes) for f in d)) != n:
+        if (have := prod(_compute_factor_size(f, sizes) for f in d)) != n:
             raise AxesError(f"an axis is {n} long, and {_describe_dim(d, sizes)} is {have}")
         return False
     if len(unknown) > 1:
         return False
     a = unknown.pop()
-    one, two = (prod(_factor_size(f, {**sizes, a: k}) for f in d) for k in (0, 1))
+    one, two = (prod(_compute_factor_size(f, {**sizes, a: k}) for f in d) for k in (0, 1))
     # linear in `a`: one + a * (two - one) == n
     if two == one or (n - one) % (two - one) or n < one:
         raise AxesError(f"an axis is {n} long, which {_describe_dim(d, sizes)} cannot be")
@@ -247,7 +246,7 @@ class AxisRun(NamedTuple):
     other_step: int
 
     def swapped(self) -> AxisRun:
-        """Return the same run of indices as seen from the other of the two tensors."""
+        """Return the same run with the two tensors exchanged: `dim` and `step` become those of the other tensor."""
         return AxisRun(self.size, self.other_dim, self.other_step, self.dim, self.step)
 
 
@@ -270,7 +269,7 @@ class Link:
         )
 
 
-def _steps_by_atom(axes: Axes, sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+def _compute_axis_steps(axes: Axes, sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
     """Return {name of an axis: (dimension that it belongs to, elements along it that one index moves)} for axes without
     sums; `sizes` is {name of an axis: size}."""
     out: dict[str, tuple[int, int]] = {}
@@ -284,12 +283,12 @@ def _steps_by_atom(axes: Axes, sizes: Mapping[str, int]) -> dict[str, tuple[int,
 
 
 def link_part(part: Axes, whole: Axes, term: int, at: Mapping[str, int], sizes: Mapping[str, int]) -> Link:
-    """Compute where a part, one of the tensors that a whole one is made of, lies in that whole.
+    """Compute where a part lies in the whole tensor that is made of such parts, and return it as a `Link`.
 
     Args:
         part, whole: the axes of the two tensors.
-        term: number of the term, in the sum that the whole has, that the part is; ignored where there is no sum.
-        at: {axis of the whole that the part lacks: index along it at which the part lies}; 0 for one that is missing.
+        term: which term of the sum in `whole` the part is, from 0; ignored where there is no sum.
+        at: {axis that only the whole tensor has: index along it at which the part lies}; a missing axis counts as 0.
         sizes: {name of an axis: size}.
 
     Raises:
@@ -301,24 +300,24 @@ def link_part(part: Axes, whole: Axes, term: int, at: Mapping[str, int], sizes: 
         step = 1
         for f in reversed(d):
             if len(f) > 1:
-                start[i] += step * _factor_size(f[:term], sizes)
+                start[i] += step * _compute_factor_size(f[:term], sizes)
                 chosen = f[term]
                 inner = step
                 for a in reversed(chosen):
                     places[a] = i, inner
-                    inner *= _factor_size(((a,),), sizes)
+                    inner *= _compute_factor_size(((a,),), sizes)
             elif f[0]:
                 places[f[0][0]] = i, step
                 start[i] += step * at.get(f[0][0], 0)
-            step *= _factor_size(f, sizes)
-    mine = _steps_by_atom(part, sizes)
+            step *= _compute_factor_size(f, sizes)
+    mine = _compute_axis_steps(part, sizes)
     runs = tuple(AxisRun(sizes[a], *mine[a], *places[a]) for a in mine)
     return Link(runs, part.shape(sizes), whole.shape(sizes), tuple(start))
 
 
 def _merge_runs(runs: list[AxisRun]) -> list[AxisRun]:
-    """Join runs of one dimension that continue each other in both tensors; return those longer than 1, the largest step
-    first."""
+    """Join runs along one dimension where one continues another in both tensors. Return the runs longer than 1, the
+    largest step first."""
     out: list[AxisRun] = []
     for r in sorted((r for r in runs if r.size > 1), key=lambda r: -r.step):
         if out:
@@ -345,7 +344,7 @@ class _Piece(NamedTuple):
     along: tuple[tuple[int, int] | None, ...]
 
 
-def _strided_pieces(
+def _iterate_strided_boxes(
     runs: Sequence[AxisRun], ndim: int, start: Sequence[int], source: Sequence[int]
 ) -> Iterator[_Piece]:
     """Yield the boxes of a destination tensor that are each a strided box of its source.
@@ -389,21 +388,21 @@ class _Rows:
         self.tile = all(a <= b for a, b in pairwise(self.ends))
 
     def between(self, first: int, last: int) -> list[tuple[Chunk, tuple[int, ...]]]:
-        """Return (chunk, strides inside it in elements) for the chunks that may have rows, indices of dimension 0, from
-        `first` to `last`, both included; some of them may have none."""
+        """Return (chunk, its strides in elements) for all chunks that may have rows (indices of dimension 0) from
+        `first` to `last`, both included. Some of the chunks may have none."""
         stop = bisect_left(self.starts, last + 1)
         return self.rows[bisect_left(self.ends, first + 1) : stop] if self.tile else self.rows[:stop]
 
 
 def place_chunks(found: Link, entry: TensorEntry, out: Chunks, to_whole: bool) -> None:
-    """Add chunks to `out` that are the bytes of `entry`, seen as a part of a larger tensor, or as the whole that parts
-    are cut from; no byte is copied.
+    """Describe the bytes of one tensor as chunks of another: of the larger tensor that it is a part of, or of a part
+    that is cut out of it. The chunks are added to `out`; no byte is copied.
 
     Args:
-        found: where the part lies in the whole.
-        entry: the tensor that the bytes are of: the part if `to_whole`, otherwise the whole.
-        out: chunks of the other one of the two.
-        to_whole: True to make chunks of the whole from a part; False to make those of a part from the whole.
+        found: where the part lies in the larger tensor.
+        entry: the tensor that has the bytes: the part if `to_whole`, else the larger tensor.
+        out: the chunks of the other tensor, to which chunks are added.
+        to_whole: True makes chunks of the larger tensor from a part, False chunks of a part from the larger tensor.
 
     Raises:
         Compressed: `entry` has a compressed chunk.
@@ -423,7 +422,7 @@ def place_chunks(found: Link, entry: TensorEntry, out: Chunks, to_whole: bool) -
         runs, start, source = [r.swapped() for r in found.runs], found.start, part_start
     else:
         runs, start, source = list(found.runs), part_start, found.start
-    for piece in _strided_pieces(runs, out.ndim, start, source):
+    for piece in _iterate_strided_boxes(runs, out.ndim, start, source):
         last = piece.source[0]
         for n, way in zip(piece.shape, piece.along, strict=True):
             if way is not None and way[0] == 0:

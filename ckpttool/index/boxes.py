@@ -46,8 +46,8 @@ def is_row_major(shape: Sequence[int], steps: Sequence[int]) -> bool:
 
 
 def span(shape: Sequence[int], steps: Sequence[int]) -> int:
-    """Count the elements of memory from the first element of a strided box to the end of its last; 0 when the box is
-    empty. `steps` are its strides in elements."""
+    """Count the elements of memory from the first element of a strided box to its last, both included; 0 for an
+    empty box. `steps` are the strides of the box in elements."""
     return sum((n - 1) * s for n, s in zip(shape, steps, strict=True)) + 1 if prod(shape) else 0
 
 
@@ -113,10 +113,10 @@ def flat_to_boxes(shape: Sequence[int], first: int, last: int) -> list[tuple[Sha
 
 
 def cut_into_slabs(shape: Sequence[int], most: int) -> Iterator[tuple[Shape, Shape]]:
-    """Yield (start, shape) of slabs of at most `most` elements (at least one) that a tensor is cut into, in row-major
-    order.
+    """Cut a tensor into slabs of at most `most` elements, but at least one, and yield (start, shape) of each, in
+    row-major order.
 
-    A slab has its leading indices fixed, one interval along the next dimension, and all of the rest.
+    A slab has fixed leading indices, an interval along the next dimension, and all indices of the remaining dimensions.
     """
     if prod(shape) == 0:
         return

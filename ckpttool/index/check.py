@@ -14,14 +14,14 @@ __all__ = ["check", "check_chunk"]
 
 
 def check(ckpt: Checkpoint) -> None:
-    """Prove, before a byte is copied, that the index is sound.
+    """Check that an index is consistent, before a byte is copied.
 
-    No name is that of a tensor and of a value, and no entry is inside another one. Every element of every tensor is
-    covered exactly once, every extent lies inside its file, dtype x shape equals the length of every raw extent, no
+    No name belongs to both a tensor and a value, and no entry is inside another one. The chunks of a tensor cover every
+    element exactly once. Every extent lies inside its file, every raw extent is as long as dtype and shape need, and no
     number overflows.
 
     Raises:
-        Corrupt: with the tensor, the file and the numbers, for the first problem.
+        Corrupt: for the first problem, with the tensor, the file and the numbers.
     """
     if twice := min(ckpt.tensors.keys() & ckpt.values.keys(), default=None):
         raise Corrupt(
@@ -44,16 +44,16 @@ def check(ckpt: Checkpoint) -> None:
 
 
 def check_chunk(name: str, dtype: str, chunk: Chunk, file: str, file_bytes: int) -> None:
-    """Prove that a raw chunk which was located after `check` had run is sound: its bytes are inside the file, and as
-    many as its box needs.
+    """Check a chunk whose extent was found only after `check` had run: its bytes must lie inside the file, and a raw
+    chunk must be as long as its box needs.
 
     Args:
-        name, dtype: those of the tensor.
-        chunk: the chunk; one that is compressed may have any length.
+        name, dtype: name and dtype of the tensor.
+        chunk: the chunk; a compressed one may have any length.
         file, file_bytes: the file's name for messages, and its size.
 
     Raises:
-        Corrupt: the chunk is not sound.
+        Corrupt: the chunk fails the check.
     """
     _, offset, length = chunk.extent
     if offset < 0 or offset + length > file_bytes:

@@ -45,14 +45,14 @@ __all__ = [
     "TensorEntry",
     "Unread",
     "Value",
-    "floating_dtype",
+    "find_orphaned_optimizer_state",
+    "find_unnamed_optimizer_state",
     "joined",
-    "of_rank",
-    "orphaned_optimizer_state",
+    "make_per_rank_path",
+    "parse_floating_dtype",
     "same_bytes",
     "same_value",
     "tied_weights",
-    "unnamed_optimizer_state",
 ]
 
 T = TypeVar("T")
@@ -109,7 +109,7 @@ _SHORT = {
 }
 
 
-def floating_dtype(name: str) -> str:
+def parse_floating_dtype(name: str) -> str:
     """Return torch's name of a floating-point dtype that was given as "bf16", "torch.bfloat16" or "bfloat16".
 
     Raises:
@@ -130,11 +130,11 @@ class MixupNote(str):
     __slots__ = ()
 
 
-def of_rank(rank: int | str, path: Path) -> Path:
-    """Return the path, below the component "extra", at which one rank's own value is kept: ("per_rank", rank, *path).
+def make_per_rank_path(rank: int | str, path: Path) -> Path:
+    """Return the path, below the component "extra", of a value that one rank has for itself: ("per_rank", rank, *path).
 
-    Positions in lists become keys: a list of which only some elements differ would have holes, and torch cannot load
-    one.
+    Positions in lists become text keys: a list of which only some elements differ between ranks would have holes, and
+    torch cannot load such a list.
     """
     return ("per_rank", str(rank), *(str(p) if type(p) is int else p for p in path))
 
@@ -197,8 +197,8 @@ class Chunks(Sequence[Chunk]):
         return out
 
     def moved(self, by: int) -> Chunks:
-        """Return the same chunks with `by` added to their file numbers, for a list of files that has `by` more in front
-        of theirs."""
+        """Return the same chunks with their file numbers increased by `by`, for a list of files with `by` more files
+        at its front."""
         if not by:
             return self
         out = Chunks(self.ndim)
@@ -280,9 +280,11 @@ class Chunks(Sequence[Chunk]):
         return list(zip(zip(*[starts] * n, strict=True), zip(*[shapes] * n, strict=True), strict=True))
 
     def rows_in_order(self) -> list[int] | None:
-        """Return the numbers of the rows whose chunks are not empty, sorted along dimension 0; None where the chunks do
-        not all begin at 0, and have one length, along each other dimension. Of a tensor without dimensions, return all
-        rows."""
+        """Return the row numbers of all non-empty chunks, sorted by their start along dimension 0.
+
+        None where the chunks are not ranges of dimension 0: where some do not begin at 0 along another dimension, or
+        differ in length there. For a tensor without dimensions, all rows are returned.
+        """
         n = self.ndim
         if n == 0 or not len(self):
             return list(range(len(self)))
@@ -319,7 +321,8 @@ class TensorEntry(HasPath):
 
     @property
     def numbers(self) -> int:
-        """Count the numbers, of which an element holds several where they share bytes."""
+        """Count the numbers: `numel`, or a multiple of it for a packed dtype, whose elements hold several numbers
+        each."""
         return self.numel * PACKED.get(self.dtype, 1)
 
     @property
@@ -393,8 +396,8 @@ class Salvage:
 
     @classmethod
     def of_states(cls, states: Mapping[str, str]) -> Salvage:
-        """Make a salvage record from {name: "exact", "rebuilt: how" or "missing: why"}, which `Salvage.states`
-        returned; it has no problems."""
+        """Make a salvage record without problems from what `Salvage.states` returned: {name: "exact", "rebuilt: how"
+        or "missing: why"}."""
         of: dict[str, dict[str, str]] = {"exact": {}, "missing": {}, "rebuilt": {}}
         for name, state in states.items():
             kind, _, why = state.partition(": ")
@@ -402,8 +405,8 @@ class Salvage:
         return cls([], of["missing"], of["rebuilt"])
 
     def states(self, tensors: Iterable[str]) -> dict[str, str]:
-        """Return {name: "exact", "rebuilt: how" or "missing: why"} of the tensors that are there, whose names are
-        `tensors`, and of what is missing."""
+        """Return {name: "exact", "rebuilt: how" or "missing: why"} for the tensors that were read, whose names are
+        `tensors`, and for all lost entries."""
         out = {n: f"rebuilt: {self.rebuilt[n]}" if n in self.rebuilt else "exact" for n in tensors}
         return out | {n: f"missing: {why}" for n, why in self.missing.items()}
 
@@ -475,16 +478,20 @@ class Checkpoint:
 
     @property
     def has_masters(self) -> bool:
-        """Tell whether fp32 copies of weights are among the tensors."""
+        """Whether the checkpoint holds fp32 master copies of weights."""
         return bool(self.rounded) or any(t.path[:2] == ("extra", "master") for t in self.tensors.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Count the bytes of all tensors."""
         return sum(t.nbytes for t in self.tensors.values())
 
     def component(self, name: str) -> str:
-        """Return the first element of a canonical name: "model", "optim", "scheduler", ..."""
+        """Return the component ("model", "optim", "scheduler", ...) of the entry with this canonical name.
+
+        Raises:
+            KeyError: no entry has this name.
+        """
         return (self.tensors.get(name) or self.values[name]).component
 
     @overload
@@ -494,13 +501,13 @@ class Checkpoint:
     def value(self, name: str, kind: type[T]) -> T | None: ...
 
     def value(self, name: str, kind: type[Any] = object) -> Any:
-        """Return the data of a value; None if there is none of that name.
+        """Return the data of the value with this canonical name; None if there is no such value.
 
         Args:
-            kind: the type that it must have, for type checkers: `value("trainer.step", int)`.
+            kind: the type that the data must have, for type checkers: `value("trainer.step", int)`.
 
         Raises:
-            TypeError: it has another.
+            TypeError: the data has another type.
         """
         found = self.values.get(name)
         if found is not None and not isinstance(found.data, kind):
@@ -508,30 +515,32 @@ class Checkpoint:
         return None if found is None else found.data
 
     def leaves(self) -> dict[Path, Any]:
-        """Return {path: TensorEntry, or the data of a value} of everything."""
+        """Return {canonical path: leaf} of all entries: a TensorEntry for a tensor, the data for a value."""
         out: dict[Path, Any] = {t.path: t for t in self.tensors.values()}
         return out | {v.path: v.data for v in self.values.values()}
 
     @property
     def arguments(self) -> dict[Path, Any]:
-        """Return the arguments of the job that wrote it, {path: data}, whatever components it was cut to."""
+        """Return the arguments of the job that wrote the checkpoint, {path below extra.args: data}, also where their
+        component was not selected."""
         found = {
             v.path[2:]: v.data for v in self.values.values() if v.path[:2] == ("extra", "args") and len(v.path) > 2
         }
         return found or self.left_arguments
 
     def only(self, components: Iterable[str]) -> Checkpoint:
-        """Return the same checkpoint with nothing but some components ("model", "optim", ...)."""
+        """Return a copy of the checkpoint with the entries of these components only ("model", "optim", ...)."""
         keep = set(components)
         return self.part(lambda name: name.partition(".")[0] in keep)
 
     def without_source_facts(self) -> Checkpoint:
-        """Return the same index without what holds for the bytes of the source alone: the digests that it records, the
-        weights that its engine computes with, the order of its optimizer, and its trainer."""
+        """Return a copy of the checkpoint without the facts that hold for the source's own files only: the recorded
+        digests of tensors, the weights that the model computes with (`rounded`), the keys and the parameter numbers
+        of the source (`origin`), and its trainer."""
         return replace(self, origin={}, trainer=None, recorded={}, recorded_values={}, rounded={})
 
     def part(self, holds: Callable[[str], bool]) -> Checkpoint:
-        """Return the same checkpoint with nothing but the entries that `holds` is true of."""
+        """Return a copy of the checkpoint with those entries only for whose canonical name `holds` returns True."""
         lost = self.salvage
         return replace(
             self,
@@ -552,8 +561,8 @@ class Checkpoint:
 
 
 def tied_weights(tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """Return {name of a tied weight: name of the first tensor that is the same bytes of the same file}. Copies that
-    were saved as bytes of their own are not found."""
+    """Return {name of a tied weight: name of the first tensor with the same bytes in the same file}. Tied weights
+    that were saved twice, as separate bytes, are not found."""
     first: dict[Any, str] = {}
     out: dict[str, str] = {}
     for name, t in tensors.items():
@@ -579,10 +588,11 @@ def same_bytes(a: TensorEntry, b: TensorEntry) -> bool:
     return a.numel > 0 and a.shape == b.shape and a.dtype == b.dtype and a.chunks[:] == b.chunks[:]
 
 
-def orphaned_optimizer_state(ckpt: Checkpoint) -> list[str]:
-    """List the FQNs that the optimizer has state for but that the model lacks, if the checkpoint holds both.
+def find_orphaned_optimizer_state(ckpt: Checkpoint) -> list[str]:
+    """List the FQNs for which the optimizer has state and the model has no weight, sorted; empty if the checkpoint has
+    no model.
 
-    The list is empty for a trainer that fuses parameters in the optimizer and keeps their parts in the model.
+    The list is also empty for a trainer that fuses parameters in the optimizer and keeps their parts in the model.
     """
     if fuses_parameters(ckpt.trainer):
         return []
@@ -594,8 +604,9 @@ def orphaned_optimizer_state(ckpt: Checkpoint) -> list[str]:
 _MOST_RANKS = 1 << 16  # a file may claim any world size
 
 
-def ranks_without_rng_state(ckpt: Checkpoint) -> list[int]:
-    """List the ranks that have no state of random number generators, if others have; empty where no rank has one."""
+def find_ranks_without_rng_state(ckpt: Checkpoint) -> list[int]:
+    """List the ranks that have no RNG state (random number generators) although other ranks have; empty if no rank
+    has one."""
     leaves: list[TensorEntry | Value] = [*ckpt.tensors.values(), *ckpt.values.values()]
     keys = {str(leaf.path[1]) for leaf in leaves if leaf.component == "rng" and len(leaf.path) > 1}
     have = {int(k) for k in keys if k.isdecimal() and len(k) < 7}
@@ -604,11 +615,11 @@ def ranks_without_rng_state(ckpt: Checkpoint) -> list[int]:
     return [r for r in range(min(max(ckpt.world_size or 0, max(have) + 1), _MOST_RANKS)) if r not in have]
 
 
-def unnamed_optimizer_state(ckpt: Checkpoint) -> list[str]:
-    """List the tensors of an optimizer whose parameters could not be named as the model names them, so that they are
-    carried as data; empty if the checkpoint has weights and another optimizer.
+def find_unnamed_optimizer_state(ckpt: Checkpoint) -> list[str]:
+    """List the tensors of optimizer state that are kept as plain data under extra, because the optimizer's parameters
+    could not be matched to FQNs; empty if the checkpoint has both weights and a named optimizer.
 
-    Their names are extra.<file>.optimizer.state..., or, with numbers for parameters, extra.<key>.state.<number>...
+    Their names are extra.<file>.optimizer.state..., or extra.<key>.state.<number>... where the parameters are numbers.
     """
     if {t.component for t in ckpt.tensors.values()} >= {"model", "optim"}:
         return []

@@ -50,13 +50,13 @@ __all__ = [
     "check_cut",
     "class_label",
     "collapse_composites",
-    "composites",
     "describe_composites",
     "describe_unwrapped",
+    "find_composites",
+    "find_inner_rows",
     "has_padded_scales",
     "is_replicated",
     "resize_rows",
-    "rows_inside",
     "shape_of",
     "without_plain_rows",
 ]
@@ -81,17 +81,17 @@ class Composite:
 
     @property
     def dtype(self) -> str:
-        """Return the dtype that it shows."""
+        """Return the outer dtype, which the tensor subclass reports as its own."""
         return str(self.about["dtype"])
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape that it shows."""
+        """Return the outer shape, which the tensor subclass reports as its own."""
         return tuple(self.about["shape"])
 
     @property
     def numel(self) -> int:
-        """Count the elements of that shape."""
+        """Count the elements of the outer shape."""
         return prod(self.shape)
 
     def leaves(self) -> dict[Path, Any]:
@@ -102,8 +102,7 @@ class Composite:
 
 
 def shape_of(leaf: object) -> tuple[int, ...] | None:
-    """Return the shape of a leaf of a state that is a tensor, also of a tensor subclass, whose outer shape it is; None
-    for a plain value."""
+    """Return the shape of a leaf: of a tensor, or the outer shape of a tensor subclass; None for a plain value."""
     return leaf.shape if isinstance(leaf, (TensorEntry, Composite)) else None
 
 
@@ -127,8 +126,8 @@ def _is_composite_value(path: Path, data: object) -> bool:
 
 
 def collapse_composites(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
-    """Return {path: leaf} with the tensors inside each tensor subclass, and the value that describes it, replaced by
-    one `Composite`, where the first of them was."""
+    """Return {path: leaf} in which one `Composite` replaces the tensors inside a tensor subclass and the value that
+    describes it, at the position of the first of them."""
     whole: dict[Path, Composite] = {}
     for path, data in leaves.items():
         if _is_composite_value(path, data):
@@ -154,8 +153,8 @@ def add_composite(ckpt: Checkpoint, found: Composite) -> None:
             ckpt.values[joined(path)] = Value(path, leaf)
 
 
-def composites(ckpt: Checkpoint) -> dict[str, Composite]:
-    """Find the tensor subclasses of a checkpoint: {name: Composite}."""
+def find_composites(ckpt: Checkpoint) -> dict[str, Composite]:
+    """Find the tensor subclasses of a checkpoint, and return {canonical name: Composite}."""
     marks = {v.path: v.data for v in ckpt.values.values() if _is_composite_value(v.path, v.data)}
     if not marks:
         return {}
@@ -177,8 +176,8 @@ def describe_composites(objects: Mapping[str, Composite]) -> list[str]:
 
 
 def describe_unwrapped(tensors: Iterable[TensorEntry]) -> list[str]:
-    """Return one sentence for each class of torchao objects out of which dense tensors were taken; tensors that were in
-    no such object are passed over."""
+    """Return a sentence for each torchao class of which only the inner dense tensors are in the checkpoint
+    (`TensorEntry.wrapper`); other tensors are ignored."""
     of: dict[str, list[str]] = {}
     for t in tensors:
         if t.wrapper:
@@ -242,11 +241,11 @@ def has_padded_scales(about: Mapping[str, Any]) -> bool:
     return str(module).startswith("transformer_engine.") and name != "Float8Tensor"
 
 
-def _find_kind(about: Mapping[str, Any]) -> _Kind:
-    """Look up how objects of a class are cut into rows; `about` is the value that describes such an object.
+def _find_cutting_rule(about: Mapping[str, Any]) -> _Kind:
+    """Look up how objects of a tensor subclass are cut into rows. `about` is the value that describes the object.
 
     Raises:
-        CannotCut: nobody here knows, or the object mixes its rows.
+        CannotCut: the class or a tensor in the object is unknown, or its scales are swizzled, which mixes the rows.
     """
     module, name = about["class"]
     kind = {"torchao": _KINDS, "transformer_engine": _OF_TRANSFORMER_ENGINE}.get(module.partition(".")[0], {}).get(name)
@@ -260,33 +259,34 @@ def _find_kind(about: Mapping[str, Any]) -> _Kind:
 
 
 def is_replicated(about: Mapping[str, object], name: str) -> bool:
-    """Whether every part of a tensor subclass, as ranks cut it, has all of the tensor `name` inside it; `about` is the
-    value that describes it.
+    """Whether each rank's part of a tensor subclass holds the complete inner tensor `name`, and not only rows of it.
+    `about` is the value that describes the object.
 
     Raises:
         CannotCut: it is not known how to cut objects of this class.
     """
-    return name in _find_kind(about).whole
+    return name in _find_cutting_rule(about).whole
 
 
-def rows_inside(
+def find_inner_rows(
     about: Mapping[str, Any], name: str, shape: tuple[int, ...], first: int, rows: int
 ) -> tuple[int, int] | None:
-    """Return (first row, number of rows) of the tensor `name` inside a tensor subclass that belong to some rows of the
-    whole; None where every part has all of it.
+    """Return (first row, number of rows) of an inner tensor that belong to some rows of its tensor subclass; None where
+    every rank's part holds the complete inner tensor.
 
     Args:
         about: the value that describes the tensor subclass.
-        shape: of the tensor `name` in the whole.
-        first, rows: first row of the whole, and how many.
+        name: name of the inner tensor.
+        shape: shape of the inner tensor in the uncut object.
+        first, rows: first row of the tensor subclass, and number of rows.
 
     Raises:
-        CannotCut: the cut is inside a block, the whole has no such rows, or it is not known how to cut.
+        CannotCut: the cut is inside a block, the object has no such rows, or it is not known how to cut it.
     """
     total = about["shape"][0] if about["shape"] else 1
     if (first, rows) == (0, total):
         return (0, shape[0]) if shape else None
-    kind = _find_kind(about)
+    kind = _find_cutting_rule(about)
     if name in kind.whole:
         return None
     if not shape:
@@ -315,7 +315,7 @@ def resize_rows(about: Mapping[str, Any], rows: int) -> dict[str, Any]:
     old = list(about["shape"])
     if not old or old[0] == rows:
         return dict(about)
-    kind = _find_kind(about)
+    kind = _find_cutting_rule(about)
     shape = [rows, *old[1:]]
     state = dict(about["state"])
     if kind.shape:
@@ -326,8 +326,8 @@ def resize_rows(about: Mapping[str, Any], rows: int) -> dict[str, Any]:
 
 
 def without_plain_rows(found: Composite) -> Composite:
-    """Return the rows of a tensor that are a tensor subclass, without those that some ranks hold as plain numbers; the
-    same object if it has no such rows."""
+    """Return a tensor subclass without the rows that some ranks hold as plain numbers; the same object if it has no
+    such rows."""
     if "parts" not in found.about:
         return found
     rows = sum(n for _, n, quantised in found.about["parts"] if quantised)
@@ -338,10 +338,15 @@ def without_plain_rows(found: Composite) -> Composite:
 
 
 def check_cut(found: Composite, sizes: Iterable[int]) -> None:
-    """Check that parts of `sizes` rows, one after the other, cut no block of quantised numbers.
+    """Check that a tensor subclass can be cut into parts of these numbers of rows.
+
+    Args:
+        found: the tensor subclass.
+        sizes: rows of each part, in order.
 
     Raises:
-        CannotCut: one does, it is not known how to cut, or the tensor was saved in other parts, some of them plain.
+        CannotCut: a part would cut a block of quantised numbers, it is not known how to cut the object, or it was saved
+            in other parts and fits only those.
     """
     if "parts" in found.about:
         cuts = [n for _, n, _ in found.about["parts"]]
@@ -359,5 +364,5 @@ def check_cut(found: Composite, sizes: Iterable[int]) -> None:
     for rows in sizes:
         for name, t in found.tensors.items():
             if rows:
-                rows_inside(found.about, name, t.shape, first, rows)
+                find_inner_rows(found.about, name, t.shape, first, rows)
         first += rows

@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from .checkpoint import TensorEntry
 
-__all__ = ["component_roots", "merkle_root", "value_root"]
+__all__ = ["compute_component_roots", "compute_value_root", "merkle_root"]
 
 
 #: What json.dumps(..., separators=(",", ":")) does, without making an encoder for each leaf.
@@ -22,11 +22,12 @@ _json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True).encode
 
 
 def merkle_root(leaves: Iterable[tuple[str, str, Sequence[int], str]]) -> str:
-    """Compute the root of (name, dtype, shape, digest) leaves, sorted by name; hex.
+    """Compute the Merkle root, in hex, of leaves (name, dtype, shape, digest in hex), which are sorted by name first.
 
-    A leaf is BLAKE3(0x00 | JSON of the four), a node BLAKE3(0x01 | left | right); an odd one moves up as it is.
+    A leaf is BLAKE3(0x00 | JSON of the four), a node BLAKE3(0x01 | left | right). The last node of a level with an
+    uneven number of nodes moves up unchanged.
     """
-    return _hash_root([_hash_leaf(*leaf) for leaf in sorted(leaves)])
+    return _hash_up_to_root([_hash_leaf(*leaf) for leaf in sorted(leaves)])
 
 
 def _hash_leaf(name: str, dtype: str, shape: Sequence[int], digest: str) -> bytes:
@@ -34,9 +35,9 @@ def _hash_leaf(name: str, dtype: str, shape: Sequence[int], digest: str) -> byte
     return blake3(b"\x00" + _json([name, dtype, list(shape), digest]).encode()).digest()
 
 
-def _hash_root(level: list[bytes]) -> str:
-    """Hash a level of a Merkle tree pairwise up to its root, and return that in hex; of no nodes, the hash of
-    nothing."""
+def _hash_up_to_root(level: list[bytes]) -> str:
+    """Hash the nodes of one level of a Merkle tree pairwise up to the root, and return the root in hex; for no
+    nodes, the hash of no bytes."""
     if not level:
         return blake3(b"").hexdigest()
     while len(level) > 1:
@@ -45,21 +46,21 @@ def _hash_root(level: list[bytes]) -> str:
     return level[0].hex()
 
 
-def component_roots(tensors: Mapping[str, TensorEntry], digests: Mapping[str, str]) -> dict[str, str]:
-    """Return the root over all tensors and over those of each component, in hex: {"all": root, "model": root, "optim":
-    root, ...}. `digests` is {name of a tensor: its digest in hex}."""
+def compute_component_roots(tensors: Mapping[str, TensorEntry], digests: Mapping[str, str]) -> dict[str, str]:
+    """Return the Merkle roots, in hex, of all tensors and of those of each component: {"all": root, "model": root,
+    "optim": root, ...}. `digests` is {name of a tensor: its digest in hex}."""
     leaves: list[bytes] = []
     parts: dict[str, list[bytes]] = {}
     for n, t in sorted(tensors.items()):
         leaf = _hash_leaf(n, t.dtype, t.shape, digests[n])
         leaves.append(leaf)
         parts.setdefault(t.component, []).append(leaf)
-    return {"all": _hash_root(leaves), **{k: _hash_root(v) for k, v in sorted(parts.items())}}
+    return {"all": _hash_up_to_root(leaves), **{k: _hash_up_to_root(v) for k, v in sorted(parts.items())}}
 
 
-def value_root(digests: Mapping[str, str]) -> str:
+def compute_value_root(digests: Mapping[str, str]) -> str:
     """Compute the root of {name of a value: its digest}, sorted by name; hex.
 
     A leaf is BLAKE3(0x02 | JSON of [name, digest]), so no value can pass for a tensor.
     """
-    return _hash_root([blake3(b"\x02" + _json([n, d]).encode()).digest() for n, d in sorted(digests.items())])
+    return _hash_up_to_root([blake3(b"\x02" + _json([n, d]).encode()).digest() for n, d in sorted(digests.items())])

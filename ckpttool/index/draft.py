@@ -21,7 +21,7 @@ __all__ = [
     "Framing",
     "Sink",
     "Written",
-    "declare_numbers_of_files",
+    "turn_positions_into_keys",
 ]
 
 #: (tensor, chunk of it, CRC32 of its bytes): a chunk of the destination that was written.
@@ -86,7 +86,7 @@ class DraftFile:
     record_at: Callable[[int], int] | None = None
 
     def first_bytes(self) -> bytes:
-        """Return `head`, which is made first where it is a function, and joined where it is in pieces."""
+        """Return `head` as bytes: the function's result if it is a function, joined if it is a list."""
         head = self.head() if callable(self.head) else self.head
         return head if isinstance(head, bytes) else b"".join(head)
 
@@ -148,9 +148,14 @@ class Draft:
         return self.nbytes + (1 << 20)
 
 
-def declare_numbers_of_files(draft: Draft, paths: Iterable[Path]) -> None:
-    """Declare that values at canonical `paths` are in a file for each rank or scheduler, whose number is a key, where
-    the source may have them at a position in a list."""
+def turn_positions_into_keys(draft: Draft, paths: Iterable[Path]) -> None:
+    """Turn the position in a list, as the second element of a value's path, into a text key, for a layout that writes
+    one file for each rank or scheduler and reads the file's number back as a key.
+
+    Args:
+        draft: the draft; the values of its checkpoint get new paths under the same names, and `changed` a note on each.
+        paths: canonical paths; one without a value or without a position is ignored.
+    """
     for path in paths:
         held = draft.checkpoint.values.get(joined(path))
         if held is not None and isinstance(path[1], int):

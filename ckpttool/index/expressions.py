@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ..errors import UsageError
 
-__all__ = ["Scalar", "check_expression", "evaluate", "evaluate_size", "keys_of"]
+__all__ = ["Scalar", "check_expression", "evaluate", "evaluate_size", "list_expression_keys"]
 
 Scalar = bool | int | float | str
 
@@ -40,17 +40,18 @@ _MOST = 300
 
 
 def check_expression(expression: str, where: str, *, size: bool = False) -> None:
-    """Refuse a text that is not an expression over keys of a configuration.
+    """Check that a text is an expression over keys of a configuration.
 
     Args:
-        where: what the message begins with: the place of the text.
-        size: whether it must be a size: of whole numbers and keys alone, without text and comparisons.
+        expression: the text.
+        where: the place of the text, with which the message begins.
+        size: whether it must be a size, made of whole numbers, keys and arithmetic only.
 
     Raises:
-        UsageError: it is no such expression.
+        UsageError: the text is no such expression.
     """
     try:
-        _parse(expression)
+        _parse_expression(expression)
         if not (size and re.search(r"'|(?<![\w.])\d+\.|\b(?:is|or|true|false)\b", expression)):
             return
     except (IndexError, RecursionError):
@@ -67,7 +68,7 @@ def check_expression(expression: str, where: str, *, size: bool = False) -> None
 
 
 @lru_cache(1024)
-def _parse(expression: str) -> _Tree:
+def _parse_expression(expression: str) -> _Tree:
     """Parse an expression to a tree of operations, keys and constants.
 
     Raises:
@@ -112,30 +113,30 @@ def _parse(expression: str) -> _Tree:
     return tree
 
 
-def keys_of(expression: str) -> list[str]:
-    """List the keys that an expression names, each once, in its order; the expression is one that `check_expression`
-    has passed."""
+def list_expression_keys(expression: str) -> list[str]:
+    """List the keys that an expression names, each once, in the order of the text. `check_expression` must have
+    accepted the expression."""
 
     def walk(tree: _Tree) -> list[str]:
         if isinstance(tree, _Operation):
             return walk(tree.left) + walk(tree.right)
         return [tree.name] if isinstance(tree, _Key) else []
 
-    return list(dict.fromkeys(walk(_parse(expression))))
+    return list(dict.fromkeys(walk(_parse_expression(expression))))
 
 
 def evaluate(expression: str, config: Mapping[str, object]) -> Scalar | None:
-    """Compute the value of an expression over a configuration, {key: value}; None where a key is missing, or arithmetic
-    is done with what is no whole number.
+    """Compute the value of an expression over a configuration, {key: value}; None where a key is missing, or an operand
+    of arithmetic is not a whole number.
 
     Raises:
-        UsageError: a division has no whole result or is by 0, or a difference is less than 0.
+        UsageError: a division by 0 or with a remainder, or a difference less than 0.
     """
 
     def value(tree: _Tree) -> Scalar | None:
         """Compute the value of a node of the tree; None where a key in it is missing, or a number is no whole one."""
         if isinstance(tree, _Key):
-            return _look_up(tree.name, config)
+            return _look_up_key(tree.name, config)
         if not isinstance(tree, _Operation):
             return tree
         operator = tree.operator
@@ -159,24 +160,26 @@ def evaluate(expression: str, config: Mapping[str, object]) -> Scalar | None:
             raise UsageError(f"the configuration makes {expression} {a} - {b}, which is less than 0.", code="CKPT0213")
         return a + b if operator == "+" else a - b if operator == "-" else a * b
 
-    return value(_parse(expression))
+    return value(_parse_expression(expression))
 
 
 def evaluate_size(expression: str, config: Mapping[str, object]) -> int | None:
-    """Compute the size that an expression gives over the whole numbers of a configuration, {key: value}; None where one
-    of them is missing.
+    """Compute the size that an expression gives over a configuration, {key: value}; None where a key is missing or its
+    value is not a whole number of at least 0.
 
     Raises:
-        UsageError: it is not an expression of sizes, a division has no whole result, or a difference is less than 0.
+        UsageError: it is not an expression of sizes, a division is by 0 or has a remainder, or a difference is less
+            than 0.
     """
     check_expression(expression, "size", size=True)
     found = evaluate(
-        expression, {k: v for k in keys_of(expression) if type(v := _look_up(k, config)) is int and v >= 0}
+        expression,
+        {k: v for k in list_expression_keys(expression) if type(v := _look_up_key(k, config)) is int and v >= 0},
     )
     return found if type(found) is int else None
 
 
-def _look_up(name: str, config: Mapping[str, object]) -> Scalar | None:
+def _look_up_key(name: str, config: Mapping[str, object]) -> Scalar | None:
     """Return the value of a key in a configuration, where "a.b" is key b inside a, and "a.0" the first element of the
     list a; None where there is no such key, or its value is null, a list or a dict."""
     if name in config:
@@ -186,5 +189,5 @@ def _look_up(name: str, config: Mapping[str, object]) -> Scalar | None:
         inside = config.get(head) if dot else None
         if isinstance(inside, (list, tuple)):
             inside = {str(i): x for i, x in enumerate(inside)}
-        found = _look_up(rest, inside) if isinstance(inside, Mapping) else None
+        found = _look_up_key(rest, inside) if isinstance(inside, Mapping) else None
     return found if isinstance(found, (bool, int, float, str)) else None

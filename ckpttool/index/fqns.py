@@ -19,7 +19,7 @@ from .paths import is_optimizer_state
 __all__ = [
     "EXTRA_STATE",
     "WRAPPERS",
-    "fold_name",
+    "mask_name_numbers",
     "remove_prefix",
     "remove_wrappers",
     "remove_wrappers_from_origin",
@@ -38,15 +38,15 @@ WRAPPERS = frozenset(("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_
 EXTRA_STATE = "_extra_state"
 
 
-def fold_name(name: str) -> str:
-    """Return a name with "#" for each number that is a part of it, so that alike layers have one name:
-    "layers.#.mlp.weight"."""
+def mask_name_numbers(name: str) -> str:
+    """Return a name with "#" in place of each part that is a number, so that the same parameter of every layer has
+    one name: "layers.#.mlp.weight"."""
     return re.sub(r"(?<![^.\[])\d+(?![^.\]])", "#", name)
 
 
 def split_extra_state(name: str) -> tuple[str, str] | None:
-    """Split the name of an entry of the model into the FQN of a module's extra state and what follows it; None for any
-    other entry.
+    """Split the name of a model entry into (FQN of a module's extra state, rest of the name, "" if there is none); None
+    for an entry that is no extra state.
 
     >>> split_extra_state("layers.0._extra_state.amax.0")
     ('layers.0._extra_state', 'amax.0')
@@ -59,18 +59,17 @@ def split_extra_state(name: str) -> tuple[str, str] | None:
 
 
 def strip_wrapper_modules(name: str) -> str:
-    """Remove the modules that wrappers put into the dotted name of a parameter (`_fsdp_wrapped_module`, `_orig_mod`,
-    ...); its last part is kept, whatever it is."""
+    """Return the dotted name of a parameter without the modules that wrappers insert (`_fsdp_wrapped_module`,
+    `_orig_mod`, ...). The last part of the name is always kept."""
     *modules, last = name.split(".")
     return ".".join([*(m for m in modules if m not in WRAPPERS), last])
 
 
 def strip_wrappers(fqns: Iterable[str]) -> dict[str, str]:
-    """Return {name as found: FQN without wrappers' modules}; DDP's "module." is removed only when every name begins
-    with it.
+    """Return {name: FQN without wrapper modules}; DDP's "module." is removed only if every name begins with it.
 
     Raises:
-        Corrupt: two names are the same afterwards.
+        Corrupt: two names have the same FQN.
     """
     out = {n: strip_wrapper_modules(n) for n in fqns}
     if out and all(v.startswith("module.") for v in out.values()):
@@ -91,10 +90,11 @@ def rename_parameters(ckpt: Checkpoint, new_name: Callable[[str], str]) -> tuple
     masters (extra.master), and in DeepSpeed's list of buffers.
 
     Args:
-        new_name: called with an FQN, returns the new one; often with the same, so it should be fast.
+        ckpt: the checkpoint, which is not changed.
+        new_name: returns the new FQN of an FQN, often the same one; it is called many times, so it should be fast.
 
     Returns:
-        (the state, {name of an entry: its new name}, of those that changed).
+        (a checkpoint with the new names, {old canonical name: new one} of the entries that changed).
 
     Raises:
         Unsupported: two entries would have one name.
@@ -146,8 +146,8 @@ def rename_parameters(ckpt: Checkpoint, new_name: Callable[[str], str]) -> tuple
 
 
 def _rename_in_origin(origin: Mapping[Path, Path], new_name: Callable[[str], str]) -> dict[Path, Path]:
-    """Return `Checkpoint.origin` without what the source called single parameters, but with the numbers that they have
-    in its optimizer."""
+    """Return `Checkpoint.origin` for renamed parameters: without the names that the source had for single
+    parameters, and with the numbers of its optimizer under the new FQNs."""
     out: dict[Path, Path] = {}
     for q, p in origin.items():
         if q[:2] == ("optim", "params"):
@@ -198,8 +198,8 @@ def remove_wrappers_from_origin(origin: Mapping[Path, Path]) -> dict[Path, Path]
 
 
 def remove_wrappers(ckpt: Checkpoint) -> Checkpoint:
-    """Return the checkpoint without the prefixes of wrappers in what it keeps of the source's own names:
-    `Checkpoint.origin`, and the lists `param_names` of torch's optimizers."""
+    """Return the checkpoint without wrapper modules (`_orig_mod`, ...) in the source's own names that it keeps: in
+    `Checkpoint.origin`, and in the lists `param_names` of torch's optimizers."""
     values = dict(ckpt.values)
     for name, v in ckpt.values.items():
         listed = v.option == "param_names"

@@ -22,10 +22,10 @@ __all__ = [
     "Key",
     "ResolvedGroup",
     "TensorGroup",
-    "find_ignored",
+    "find_ignore_statement",
+    "find_uncovered_names",
     "group_names",
     "make_views",
-    "names_not_covered",
     "rename_path",
     "resolve_group",
 ]
@@ -81,8 +81,8 @@ class ResolvedGroup:
         return next(iter(self.links.values()))
 
     def source_shape(self, key: Key) -> tuple[int, ...]:
-        """Return the shape that a tensor of the group has in the source, as a weight; `key` is (number of the part,
-        numbers of the stacked variables)."""
+        """Return the shape of the weight in the source to which a tensor of the group belongs; `key` is (number of
+        the part, numbers of the stacked variables)."""
         return self._only_link.whole_shape if self.group.from_whole else self.links[key].part_shape
 
 
@@ -121,20 +121,21 @@ def group_names(
     return list(groups.values()), unmatched
 
 
-def names_not_covered(found: NameMap, names: Iterable[str], forward: bool) -> list[str]:
-    """List the names of weights that no line of a name map matches, and that it does not leave out on purpose either.
+def find_uncovered_names(found: NameMap, names: Iterable[str], forward: bool) -> list[str]:
+    """List the names of weights that a name map neither matches with a line nor leaves out by an `ignore` statement.
 
     Args:
         found: the name map.
-        forward: True if the names are those on the left side of the map, False for the right.
+        names: names of weights without their component.
+        forward: True if the names are those on the left side of the map, False for the right side.
     """
     _, unmatched = group_names(names, found, "model", forward)
-    return [n for n in unmatched if not (forward and find_ignored(found, n))]
+    return [n for n in unmatched if not (forward and find_ignore_statement(found, n))]
 
 
-def find_ignored(found: NameMap, name: str) -> Ignored | None:
-    """Find the statement of a name map by which it leaves out the tensor of a name on the left; None where there is
-    none."""
+def find_ignore_statement(found: NameMap, name: str) -> Ignored | None:
+    """Find the `ignore` statement by which a name map leaves out the tensor of this name on its left side; None if
+    there is none."""
     return next((row for row in found.ignored if row.tensor.pattern.fullmatch(name)), None)
 
 
@@ -144,16 +145,16 @@ def _solve_sizes(
     known: Mapping[str, int],
     told: Container[str],
 ) -> tuple[dict[str, int], list[str]]:
-    """Find the sizes of the axes of a group from the shapes of its tensors: ({axis: size}, notes).
+    """Compute the sizes of the axes of a group from the shapes of its tensors, and return ({axis: size}, notes).
 
     Args:
         shapes: {key of a tensor of the group: its shape}.
         known: {axis: size} of sizes that are known from elsewhere.
-        told: the axes whose size config.json can tell; a missing one of these is named first.
+        told: the axes whose size config.json can give; UnknownSize names a missing one of these first.
 
     Raises:
         AxesError: a shape contradicts the sizes.
-        UnknownSize: the shapes leave a size open.
+        UnknownSize: a size does not follow from the shapes.
     """
     line, notes = group.line, list[str]()
     whole = line.whole.axes
@@ -230,11 +231,13 @@ def resolve_group(
             f'"{group.first}" would become {count:,} tensors by the line {line}, more than any model has.',
             code="CKPT0310",
         )
-    every = ((k, at) for at in _iterate_numbers([sizes[v] for v in group.stacked]) for k in range(len(line.parts)))
+    every = (
+        (k, at) for at in _iterate_stacked_indices([sizes[v] for v in group.stacked]) for k in range(len(line.parts))
+    )
     if not group.from_whole and (missing := next((key for key in every if key not in group.names), None)):
         raise Unsupported(
             f'"{line.whole.named(group.numbers)}" is made of {count:,} tensors, and {count - len(group.names):,} of '
-            f'them are not here, first "{_part_name(group, *missing)}".',
+            f'them are not here, first "{_make_part_name(group, *missing)}".',
             code="CKPT0310",
         )
     keys = list(group.names) if not group.from_whole else list(every)
@@ -244,11 +247,11 @@ def resolve_group(
         assert axes is not None
         links[k, at] = link_part(axes, line.whole.axes, k, dict(zip(group.stacked, at, strict=True)), sizes)
     if group.from_whole:
-        return ResolvedGroup(group, sizes, links, {key: _part_name(group, *key) for key in keys}, notes)
+        return ResolvedGroup(group, sizes, links, {key: _make_part_name(group, *key) for key in keys}, notes)
     return ResolvedGroup(group, sizes, links, {(-1, ()): line.whole.named(group.numbers)}, notes)
 
 
-def _iterate_numbers(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def _iterate_stacked_indices(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Yield the numbers of the stacked variables of all parts, the last variable running fastest; `sizes` has one size
     for each variable.
 
@@ -258,21 +261,23 @@ def _iterate_numbers(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
         yield ()
         return
     for i in range(sizes[0]):
-        for rest in _iterate_numbers(sizes[1:]):
+        for rest in _iterate_stacked_indices(sizes[1:]):
             yield (i, *rest)
 
 
-def _part_name(group: TensorGroup, k: int, at: tuple[int, ...]) -> str:
-    """Return the name of part number `k` of the line, at the numbers `at` of the stacked variables."""
+def _make_part_name(group: TensorGroup, k: int, at: tuple[int, ...]) -> str:
+    """Return the name of part number `k` of the group's line, with the stacked variables at the indices `at`."""
     return group.line.parts[k].named({**group.numbers, **dict(zip(group.stacked, at, strict=True))})
 
 
 def rename_path(path: Path, head: Path, name: str, tail: Path) -> Path:
-    """Return the path of a tensor or value under a new name. What is below a parameter (the parts of a tensor subclass,
-    an extra state) stays below it, if the name still ends so.
+    """Return the path of a tensor or value under a new name. Path elements below the parameter (an inner tensor of a
+    tensor subclass, an extra state) stay elements of their own, if the new name ends with them.
 
     Args:
+        path: the present path.
         head, tail: the elements of the path before and after the name.
+        name: the new name.
     """
     below = path[len(head) + 1 : len(path) - len(tail)]
     kept = name.removesuffix("." + joined(below))

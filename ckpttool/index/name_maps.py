@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from ..errors import UsageError
 from .axes import Axes
 from .checkpoint import ITEMSIZE
-from .expressions import check_expression, evaluate, keys_of
+from .expressions import check_expression, evaluate, list_expression_keys
 
 __all__ = ["AddedOne", "Ignored", "MapLine", "NameMap", "NamePattern", "Premise", "parse_name_map"]
 
@@ -54,7 +54,7 @@ class NamePattern:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Return the regular expression that matches the names it stands for, with a group for each variable."""
+        """Return the regular expression that matches all names of the pattern, with a group for each variable."""
         out, at = "", 0
         for m in _VARIABLE.finditer(self.name):
             out += re.escape(self.name[at : m.start()]) + ("(.+)" if m[2] == _REST else r"(0|[1-9]\d{0,8})")
@@ -62,14 +62,15 @@ class NamePattern:
         return re.compile(out + re.escape(self.name[at:]), re.DOTALL)
 
     def match(self, name: str) -> dict[str, Any] | None:
-        """Return {variable: its number, or the text of {*}} of a name; None for one that it does not stand for."""
+        """Return {variable: its number, or the text for {*}} of a name that the pattern matches; None for any other
+        name."""
         m = self.pattern.fullmatch(name)
         found = () if m is None else m.groups()
         read = (text if v == _REST else int(text) for v, text in zip(self.variables, found, strict=False))
         return None if m is None else dict(zip(self.variables, read, strict=True))
 
     def named(self, values: Mapping[str, Any]) -> str:
-        """Return the name with numbers, or text, in place of its variables; `values` is as `match` returns it."""
+        """Return the name with its variables replaced by `values`, a dict as `match` returns it."""
         return _VARIABLE.sub(lambda m: str(values[m[2]]), self.name)
 
     @property
@@ -156,7 +157,7 @@ class NameMap:
 
     @property
     def has_rest(self) -> bool:
-        """Whether a line has {*}, so that its two sides may stand for the same names."""
+        """Whether a line has the variable {*} for any text, so that both sides may match the same names."""
         return any(_REST in t.variables for line in self.lines for t in (line.whole, *line.parts))
 
     @property
@@ -164,14 +165,17 @@ class NameMap:
         """List the keys of the job's arguments that its conditions and premises ask for, each once."""
         asked = [p.job for p in self.premises] + [line.condition for line in self.lines if line.condition is not None]
         return list(
-            dict.fromkeys(k for text in (*asked, *(a.condition for a in self.added_one)) for k in keys_of(text))
+            dict.fromkeys(
+                k for text in (*asked, *(a.condition for a in self.added_one)) for k in list_expression_keys(text)
+            )
         )
 
     def of_job(self, arguments: Mapping[str, object]) -> NameMap:
-        """Return the map without the lines whose condition is not true of a job with these arguments, {key: value}.
+        """Return the map for a job with these arguments, {key: value}: without the lines and `add-one` statements whose
+        condition is not true.
 
         Raises:
-            UsageError: a condition has no value for them, such as a division without a whole result.
+            UsageError: a condition has no value for these arguments, such as a division with a remainder.
         """
         return replace(
             self,
@@ -352,10 +356,15 @@ def _split_statements(text: str) -> list[tuple[int, str]]:
 
 
 def _make_pattern(name: str, axes: str | None, where: str) -> NamePattern:
-    """Make a pattern of a name and of the text of its axes, None where it has none; `where` names the line in messages.
+    """Make a pattern of a name and the text of its axes.
+
+    Args:
+        name: the name, with variables.
+        axes: the text of the axes without brackets; None if the statement has none.
+        where: names the line in messages.
 
     Raises:
-        UsageError: the axes do not parse, a variable is there twice or optional, or stands next to digits or another
+        UsageError: the axes do not parse, a variable appears twice or is optional, or is next to digits or another
             variable.
     """
     try:

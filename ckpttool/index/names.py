@@ -6,7 +6,7 @@ the model, the optimizer and the rest among the usual shapes and returns the lea
     model.<fqn>   optim.state.<fqn>.<slot>   optim.param_groups.<i>.<key>   scheduler...   scaler...   rng...
     dataloader...   trainer.<key>   extra...
 
-with `origin`, the paths that were changed, by which `restore_own_tree` gives the tree back that the trainer wrote:
+with `origin`, the paths that were changed, by which `restore_trainer_tree` gives the tree back that the trainer wrote:
 
     ("model",) -> ("state_dict",)                        a component, and the key it had
     ("model", "net.w") -> ("_orig_mod.net.w",)           an entry that had another place than its component's
@@ -43,9 +43,9 @@ from .optimizer_names import (
     SameTensor,
     ShapeOf,
     UnnamedOptimizer,
-    canonical_optimizer,
+    name_optimizer_leaves,
 )
-from .trainer_trees import of_composer, trainer_of
+from .trainer_trees import convert_composer_tree, identify_trainer
 from .trees import nest
 
 __all__ = [
@@ -55,13 +55,13 @@ __all__ = [
     "KEEPS_NUMBERS",
     "ROLES",
     "CanonicalState",
-    "canonical",
     "describe_weights_elsewhere",
     "find_misplaced_path",
+    "is_trainer_tree_readable",
+    "make_canonical_state",
     "original_path",
-    "own_tree_is_readable",
     "refuse_surrogates",
-    "restore_own_tree",
+    "restore_trainer_tree",
     "step_count",
     "with_canonical_keys",
 ]
@@ -133,7 +133,7 @@ class CanonicalState(NamedTuple):
     notes: list[str]
 
 
-def canonical(
+def make_canonical_state(
     leaves: Mapping[Path, object],
     shape_of: ShapeOf,
     like: Sequence[str] | None = None,
@@ -161,8 +161,8 @@ def canonical(
         UnnamedOptimizer: `only` asks for an optimizer that cannot be named with certainty.
         Unsupported: the optimizer cannot be read, or has another number of parameters than `like`.
     """
-    if (usual := of_composer(leaves)) is not None:
-        named = canonical(usual, shape_of, like, same, only, orders)
+    if (usual := convert_composer_tree(leaves)) is not None:
+        named = make_canonical_state(usual, shape_of, like, same, only, orders)
         note = (
             "Composer's tree is read under the usual keys, and written with those: Composer itself does not find its "
             "own again"
@@ -176,7 +176,7 @@ def canonical(
     if naming.raw_optimizer:
         naming.name_optimizer(KnownModel(naming.raw_model, clean, shape_of, like, same, orders), only)
     at_root = naming.model_key is None and naming.optimizer_key is not None
-    return CanonicalState(naming.out, naming.origin, trainer_of(naming.tops, model_at_root=at_root), naming.notes)
+    return CanonicalState(naming.out, naming.origin, identify_trainer(naming.tops, model_at_root=at_root), naming.notes)
 
 
 class _Naming:
@@ -200,8 +200,8 @@ class _Naming:
         self.notes: list[str] = []
         self.tops = {p[0] for p in self.found}
         self._remove_outer_key()
-        model, optimizer = _keys_by_name(self.found)
-        self.model_key, self.optimizer_key = _keys_by_contents(self.found, shape_of, model, optimizer)
+        model, optimizer = _find_keys_by_name(self.found)
+        self.model_key, self.optimizer_key = _find_keys_by_contents(self.found, shape_of, model, optimizer)
         if self.model_key != model:
             self.notes.append(f'"{self.model_key}" is taken for the model: it holds weights, and no other key does')
         self.optimizer_guessed = self.optimizer_key != optimizer
@@ -216,8 +216,8 @@ class _Naming:
         self.rest: dict[Path, Any] = {}
 
     def _remove_outer_key(self) -> None:
-        """Remove a single key that is around a model and more, as "app" is in {"app": {"model": ..., "optim": ...}}, or
-        around an optimizer and more, as in {"optim": {"optim": ..., "sched": ...}}, with a note."""
+        """Remove the only key at the root of the tree, with a note, if a model and more is below it, as in {"app":
+        {"model": ..., "optim": ...}}, or an optimizer and more, as in {"optim": {"optim": ..., "sched": ...}}."""
         if len(self.tops) == 1 and len({p[:2] for p in self.found}) > 1:
             inner = {str(p[1]) for p in self.found if len(p) > 2}
             roles = {ROLES.get(n) for n in inner}
@@ -254,12 +254,12 @@ class _Naming:
                 self.rest[p] = leaf
 
     def _is_weight_at_root(self, path: Path, leaf: object) -> bool:
-        """Whether a leaf is of a model that has no key of its own, so that its weights, or the extra state of a module,
-        are at the root of the tree."""
+        """Whether a leaf belongs to a model without a key of its own, whose weights and extra states are at the root
+        of the tree."""
         if self.model_key is not None:
             return False
         is_tensor = len(path) == 1 and self.shape_of(leaf) is not None
-        return (is_tensor and not _is_known(str(path[0]))) or split_extra_state(str(path[0])) is not None
+        return (is_tensor and not _is_known_key(str(path[0]))) or split_extra_state(str(path[0])) is not None
 
     def name_model(self, clean: Mapping[str, str]) -> None:
         """Put the leaves of the model under model.<FQN>; `clean` is {name as found: FQN}."""
@@ -272,7 +272,7 @@ class _Naming:
                 self.origin[path] = (*self.outer, *self.places[name])
 
     def name_rest(self) -> None:
-        """Put what is neither model nor optimizer under its component.
+        """Put the leaves that belong to neither model nor optimizer under their components.
 
         Raises:
             Corrupt: two keys have one meaning.
@@ -285,10 +285,10 @@ class _Naming:
             owners.setdefault((ROLES[key],), key)
         several = {p[0] for p in self.rest if len(p) < 3 or p[1] != 0}
         for p, leaf in self.rest.items():
-            path = _rest_path(p)
+            path = _make_canonical_path(p)
             if path[0] == "scheduler" and p[0] not in several:  # Lightning's list of schedulers, of one
                 path = (path[0], *p[2:])
-            if owners.setdefault(path[: _key_length(path)], p[0]) != p[0]:
+            if owners.setdefault(path[: _count_key_elements(path)], p[0]) != p[0]:
                 path = ("extra", *p)  # a second key of that kind ("rng" and "rng_state") keeps its name
             if path in self.out:
                 earlier = self.origin.get(path, path)
@@ -296,22 +296,23 @@ class _Naming:
                     f"the keys {joined(p)!r} and {joined(earlier)!r} both mean {joined(path)!r}.", code="CKPT0416"
                 )
             self.out[path] = leaf
-            cut = _key_length(path)
+            cut = _count_key_elements(path)
             self.origin[path[:cut]] = p[: len(p) - (len(path) - cut)]
             if path[cut:] != p[len(p) - (len(path) - cut) :]:
                 self.origin[path] = p
         self.origin = {q: p for q, p in self.origin.items() if q != p}
 
     def name_optimizer(self, model: KnownModel, only: frozenset[str] | None) -> None:
-        """Put the leaves of the optimizer under optim, or, where it cannot be named, under extra with a note.
+        """Put the leaves of the optimizer under optim; if its parameters cannot be matched to FQNs, under extra, with a
+        note.
 
         Args:
             model: what is known of the parameters' names.
             only: the components that are asked for; None for all.
 
         Raises:
-            Unsupported: the optimizer cannot be named or read, and was asked for.
-            Corrupt: it contradicts itself.
+            Unsupported: the optimizer cannot be read or its parameters cannot be matched, and it was asked for.
+            Corrupt: its entries contradict each other.
         """
         raw = self.raw_optimizer
         own: Path = () if self.is_bare_optimizer else (*self.outer, self.optimizer_key)
@@ -320,7 +321,7 @@ class _Naming:
         if own != ("optim",):
             self.origin["optim",] = own
         try:
-            self.out.update(canonical_optimizer(raw, model, self.notes, self.origin))
+            self.out.update(name_optimizer_leaves(raw, model, self.notes, self.origin))
         except Unsupported as e:
             asked = only is not None and "optim" in only
             if self.is_bare_optimizer and not asked:
@@ -341,7 +342,7 @@ class _Naming:
                 raise
 
 
-def _keys_by_name(found: Mapping[Path, object]) -> tuple[Any, Any]:
+def _find_keys_by_name(found: Mapping[Path, object]) -> tuple[Any, Any]:
     """Return (key of the model, key of the optimizer) at the root of a tree, by what trainers usually call them; None
     for one that is not there. `found` is {path: leaf}."""
     keys: dict[str, str | int] = {}
@@ -351,9 +352,11 @@ def _keys_by_name(found: Mapping[Path, object]) -> tuple[Any, Any]:
     return keys.get("model"), keys.get("optim")
 
 
-def _keys_by_contents(found: Mapping[Path, object], shape_of: ShapeOf, model: object, optim: object) -> tuple[Any, Any]:
-    """Return (key of the model, key of the optimizer), where a key of the user's own is recognised by what is below it;
-    None for one that is not found, or for which several keys fit.
+def _find_keys_by_contents(
+    found: Mapping[Path, object], shape_of: ShapeOf, model: object, optim: object
+) -> tuple[Any, Any]:
+    """Return (key of the model, key of the optimizer) at the root of a tree; a key that is not known by name is
+    recognised by the leaves below it. None for one that no key or that several keys fit.
 
     Args:
         found: {path: leaf}.
@@ -365,37 +368,37 @@ def _keys_by_contents(found: Mapping[Path, object], shape_of: ShapeOf, model: ob
     inside: dict[Any, list[Path]] = {}
     at_root = False
     for p, leaf in found.items():
-        if not _is_known(str(p[0])) and p[0] not in COMPONENTS:
+        if not _is_known_key(str(p[0])) and p[0] not in COMPONENTS:
             inside.setdefault(p[0], []).append(p[1:] if shape_of(leaf) is not None else (*p[1:], ""))
             at_root = at_root or (len(p) == 1 and shape_of(leaf) is not None)
     if model is None and not at_root:
-        models = [k for k, of in inside.items() if _are_weights(of)]
+        models = [k for k, of in inside.items() if _are_weight_paths(of)]
         model = models[0] if len(models) == 1 else None
     if optim is None and (model is not None or at_root):
-        optims = [k for k, of in inside.items() if _are_optimizer(of)]
+        optims = [k for k, of in inside.items() if _are_optimizer_paths(of)]
         optim = optims[0] if len(optims) == 1 else None
     return model, optim
 
 
-def _are_weights(paths: Sequence[Path]) -> bool:
+def _are_weight_paths(paths: Sequence[Path]) -> bool:
     """Whether paths below a key are those of a state dict of weights."""
     return all(len(p) == 1 for p in paths) and any(str(p[0]).endswith(".weight") for p in paths)
 
 
-def _are_optimizer(paths: Sequence[Path]) -> bool:
-    """Whether paths below a key are an optimizer's state and param groups, or those of the one in a list."""
+def _are_optimizer_paths(paths: Sequence[Path]) -> bool:
+    """Whether the paths below a key are those of an optimizer's state dict, or of a list with one such state dict."""
     if all(p and p[0] == 0 for p in paths):
         paths = [p[1:] for p in paths]
     return {p[0] for p in paths if p} | {"state"} == {"state", "param_groups"} and all(len(p) > 1 for p in paths)
 
 
 def describe_weights_elsewhere(ckpt: Checkpoint) -> str:
-    """Return a sentence on the keys of the user's own under which the weights are, in a checkpoint without a model, and
-    on how to save them; "" if there are none."""
+    """Return a sentence that names the unknown keys under which a checkpoint without a model has weights, and says
+    how to save them as a model; "" if there are no such weights."""
     keys = dict.fromkeys(
         t.path[1:-1]
         for t in ckpt.tensors.values()
-        if _are_weights([t.path[-1:]]) and len(t.path) > 2 and t.component == "extra"
+        if _are_weight_paths([t.path[-1:]]) and len(t.path) > 2 and t.component == "extra"
     )
     if not keys:
         return ""
@@ -410,17 +413,18 @@ def describe_weights_elsewhere(ckpt: Checkpoint) -> str:
     return f' Weights are under {shown}; save those of the one model under "model", and its optimizer under "optim".'
 
 
-def _key_length(path: Path) -> int:
-    """Count the elements of a canonical path that stand for the user's own key at the root of the tree."""
+def _count_key_elements(path: Path) -> int:
+    """Count the elements at the beginning of a canonical path that stand for one key at the root of the trainer's
+    tree."""
     return 2 if path[0] in ("trainer", "extra") else 1
 
 
-def _is_known(top: str) -> bool:
-    """Whether a key at the root has a meaning by its name."""
+def _is_known_key(top: str) -> bool:
+    """Whether a key at the root of a tree is known by its name, as a component or as a counter of the trainer."""
     return top in ROLES or top in COUNTERS
 
 
-def _rest_path(p: Path) -> Path:
+def _make_canonical_path(p: Path) -> Path:
     """Return the canonical path of a leaf that is neither of the model nor of the optimizer, from its path in the
     tree."""
     role = ROLES.get(str(p[0]))
@@ -437,10 +441,10 @@ def _rest_path(p: Path) -> Path:
 
 
 def refuse_surrogates(names: Iterable[str]) -> None:
-    """Refuse names that are not Unicode text, which is all that safetensors, JSON and folders can hold.
+    """Check that names can be encoded as UTF-8, which safetensors, JSON and folders need.
 
     Raises:
-        Unsupported: with the first such name.
+        Unsupported: a name contains half of a surrogate pair; with the first such name.
     """
     for name in names:
         if not name.isascii() and name.encode("utf-8", "replace").decode() != name:
@@ -460,11 +464,11 @@ def find_misplaced_path(paths: Sequence[Path]) -> Path | None:
     return None
 
 
-def own_tree_is_readable(ckpt: Checkpoint) -> bool:
-    """Whether the tree with the user's own keys (`ckpt.origin`) would be read as exactly this state; True where there
-    are none."""
+def is_trainer_tree_readable(ckpt: Checkpoint) -> bool:
+    """Whether the tree with the trainer's own keys (`ckpt.origin`) would be read back as exactly this state; True if
+    the checkpoint keeps no such keys."""
     leaves = ckpt.leaves()
-    return not ckpt.origin or restore_own_tree(leaves, ckpt.origin, same_bytes)[0] is not leaves
+    return not ckpt.origin or restore_trainer_tree(leaves, ckpt.origin, same_bytes)[0] is not leaves
 
 
 #: The note if the trainer's own tree cannot be written.
@@ -473,26 +477,26 @@ CANONICAL_KEYS_NOTE = (
 )
 
 
-def restore_own_tree(
+def restore_trainer_tree(
     leaves: dict[Path, Any], origin: Mapping[Path, Path], same: Any
 ) -> tuple[dict[Path, Any], list[str]]:
-    """Restore the tree that the trainer wrote from canonical leaves: ({path: leaf}, notes).
+    """Restore the tree that the trainer wrote from canonical leaves, and return ({path: leaf}, notes).
 
-    Without `origin`, the leaves themselves are returned. So they are, with a note, if a reader would not find the same
-    state in the trainer's tree, because parameters are numbered and their names no longer follow, or because one key is
-    inside another.
+    The canonical leaves themselves are returned if `origin` is empty. They are also returned, with a note, if a reader
+    would not find the same state in the trainer's tree: because its parameters are numbered and their names can no
+    longer be inferred, or because one key is inside another.
 
     Args:
         leaves: {canonical path: leaf}.
-        origin: {canonical path, or the beginning of one: what the trainer had in its place}.
+        origin: {canonical path, or its beginning: the path in the trainer's tree}.
         same: whether two tensor leaves are the same bytes of the same file, as the reader of the tree will judge it.
     """
     if not origin:
         return leaves, []
     try:
-        tree = _rebuild_own_tree(leaves, origin)
+        tree = _build_trainer_tree(leaves, origin)
         nest(tree)
-        again = canonical(tree, shape_of, None, same).leaves
+        again = make_canonical_state(tree, shape_of, None, same).leaves
     except CkpttoolError:
         again = {}
     if again.keys() == leaves.keys() and all(again[p] is leaf or again[p] == leaf for p, leaf in leaves.items()):
@@ -500,15 +504,15 @@ def restore_own_tree(
     return leaves, [CANONICAL_KEYS_NOTE]
 
 
-def _rebuild_own_tree(leaves: Mapping[Path, Any], origin: Mapping[Path, Path]) -> dict[Path, Any]:
-    """Build the tree that the trainer wrote, {path: leaf}, from canonical leaves; whether it reads back is not checked.
+def _build_trainer_tree(leaves: Mapping[Path, Any], origin: Mapping[Path, Path]) -> dict[Path, Any]:
+    """Build the tree that the trainer wrote, {path: leaf}, from canonical leaves, without checking that it reads back.
 
     Args:
         leaves: {canonical path: leaf}.
-        origin: {canonical path, or the beginning of one: what the trainer had in its place}.
+        origin: {canonical path, or its beginning: the path in the trainer's tree}.
 
     Raises:
-        Corrupt: two leaves would have one place, or one tensor several.
+        Corrupt: two leaves would have one path, or one tensor several paths.
     """
     outer = origin.get(("model",), ())[:-1]
     states, groups = original_path(("optim", "state"), origin), original_path(("optim", "param_groups"), origin)
@@ -569,12 +573,12 @@ def with_canonical_keys(named: CanonicalState) -> CanonicalState:
     return named._replace(origin=origin)
 
 
-def name_components(ckpt: Checkpoint, keys: Mapping[str, str]) -> Checkpoint:
-    """Return the checkpoint with keys of the user for components, {component: key}, and plain FQNs below them; a dot in
-    a key leads into a dict: {"model": "app.model"}.
+def with_component_keys(ckpt: Checkpoint, keys: Mapping[str, str]) -> Checkpoint:
+    """Return the checkpoint with the user's keys for components, {component: key}, and plain FQNs below them. A dot in
+    a key makes nested dicts: {"model": "app.model"}.
 
     Raises:
-        UsageError: there is no such component, or two have one key.
+        UsageError: the checkpoint has no such component, or two components have one key.
     """
     have = {p[0] for p in ckpt.leaves()}
     if odd := [name for name in keys if name not in have]:
@@ -591,11 +595,11 @@ def name_components(ckpt: Checkpoint, keys: Mapping[str, str]) -> Checkpoint:
 
 
 def original_path(path: Path, origin: Mapping[Path, Path]) -> Path:
-    """Return the path that a leaf had in the trainer's tree; the canonical one if nothing else is known.
+    """Return the path that a leaf had in the trainer's tree; its canonical path if `origin` has no other.
 
     Args:
         path: its canonical path.
-        origin: {canonical path, or the beginning of one: what the trainer had in its place}.
+        origin: {canonical path, or its beginning: the path in the trainer's tree}.
     """
     for n in range(len(path), 0, -1):
         if path[:n] in origin:

@@ -22,8 +22,8 @@ __all__ = [
     "ShapeOf",
     "UnnamedOptimizer",
     "assign_names",
-    "canonical_optimizer",
-    "possible_orders",
+    "iterate_possible_orders",
+    "name_optimizer_leaves",
 ]
 
 #: The first part of a key of an optimizer that was flattened.
@@ -44,7 +44,7 @@ class KnownModel(NamedTuple):
     """What names the parameters of an optimizer: the model of the same tree, and what the user or a config adds.
 
     `leaves` is {name as found: leaf}, `clean` {name as found: FQN}, `like` the FQNs in the order of an optimizer that
-    has names. The arguments of `names.canonical` say more.
+    has names. The arguments of `names.make_canonical_state` say more.
     """
 
     leaves: Mapping[str, Any]
@@ -60,8 +60,8 @@ class KnownModel(NamedTuple):
         return self.orders(model) if self.orders is not None else (model,)
 
     def distinct_tensors(self, model: Mapping[str, object]) -> list[tuple[str, tuple[int, ...]]]:
-        """List (FQN, shape) of the tensors of a model, {FQN: leaf}; of tied weights only the first name, which the
-        optimizer has."""
+        """List (FQN, shape) of the tensors of a model, {FQN: leaf}. Tied weights are listed once, under their first
+        name, which the optimizer uses."""
         out: list[tuple[str, tuple[int, ...]]] = []
         kept: list[Any] = []
         for name, leaf in model.items():
@@ -79,9 +79,9 @@ class UnnamedOptimizer(Unsupported):
     code = "CKPT0308"
 
 
-def _are_groups(x: object) -> bool:
-    """Whether `x` is a list of param groups whose keys are all strings; any other list stays a value, since names would
-    have to be made up."""
+def _are_param_groups(x: object) -> bool:
+    """Whether `x` is a list of param groups whose keys are all strings. Any other list is kept as a value, since its
+    entries would need invented names."""
     return isinstance(x, list) and all(isinstance(k, str) for g in x if isinstance(g, dict) for k in g)
 
 
@@ -105,7 +105,9 @@ class _RawOptimizer:
                 self.state[p[1], p[2:]] = leaf
             elif head == "param_groups" and len(p) > 2 and isinstance(p[1], int):
                 self.groups.setdefault(p[1], {})[p[2:]] = leaf
-            elif head == "param_groups" and len(p) == 1 and _are_groups(leaf):  # one item, as torch < 2.4 wrote it
+            elif (
+                head == "param_groups" and len(p) == 1 and _are_param_groups(leaf)
+            ):  # one item, as torch < 2.4 wrote it
                 for i, g in enumerate(leaf):
                     self.groups[i] = {(k,): v for k, v in g.items()} if isinstance(g, dict) else {("value",): g}
             elif head.startswith(FLAT_STATE) and len(p) == 1 and head.count(".") >= 2:
@@ -124,9 +126,9 @@ class _RawOptimizer:
             self.groups = _group_by_options(options)
 
     def is_numbered(self) -> bool:
-        """Whether it has parameters, and calls them by numbers and not by names."""
-        ids = [x for g in self.groups.values() for x in _params_of_group(g)]
-        ids = ids or [_as_number(k) for k, _ in self.state]
+        """Whether the optimizer has parameters, and identifies them by numbers instead of names."""
+        ids = [x for g in self.groups.values() for x in _list_group_params(g)]
+        ids = ids or [_as_parameter_number(k) for k, _ in self.state]
         return bool(self.state or self.groups) and all(isinstance(x, int) for x in ids)
 
     def find_fqns(self, clean: Mapping[str, str]) -> dict[Any, str]:
@@ -135,7 +137,7 @@ class _RawOptimizer:
         Raises:
             Corrupt: some groups list names and some numbers, or two names are one FQN.
         """
-        listed = {n for g in self.groups.values() for n in _params_of_group(g)}
+        listed = {n for g in self.groups.values() for n in _list_group_params(g)}
         if numbers := [n for n in listed if not isinstance(n, str)]:
             raise Corrupt(
                 f"optim.param_groups lists parameters by number in one group, first {numbers[0]}, and by name in "
@@ -146,7 +148,7 @@ class _RawOptimizer:
         return dict(strip_wrappers(names)) if not names <= clean.keys() else {n: clean[n] for n in names}
 
 
-def canonical_optimizer(
+def name_optimizer_leaves(
     raw: Mapping[Path, object], model: KnownModel, notes: list[str], origin: dict[Path, Path]
 ) -> dict[Path, Any]:
     """Give the leaves of an optimizer their canonical paths: {("optim", "state", FQN, slot): leaf, ...}.
@@ -154,13 +156,14 @@ def canonical_optimizer(
     Args:
         raw: {path inside the optimizer: leaf}.
         model: what is known of the parameters' names.
-        notes: gets a sentence where names were inferred.
-        origin: gets what the optimizer calls its parameters, where that is not the FQN, and where its state was.
+        notes: gets a sentence if names were inferred.
+        origin: gets the optimizer's own name or number of each parameter, if that is not the FQN, and the key of its
+            state.
 
     Raises:
-        UnnamedOptimizer: its parameters are numbered and cannot be named.
-        Unsupported: `model.like` has another number of them.
-        Corrupt: it contradicts itself.
+        UnnamedOptimizer: its parameters are numbered and cannot be matched to FQNs.
+        Unsupported: `model.like` has another number of parameters.
+        Corrupt: its entries contradict each other.
     """
     own = origin.get(("optim",), ("optim",))
     found = _RawOptimizer(raw)
@@ -170,12 +173,12 @@ def canonical_optimizer(
         origin["optim", "state"] = (*own, "state")
     numbered = found.is_numbered()
     fqns: Mapping[Any, str] = (
-        _name_numbers(found.state, found.groups, model, notes) if numbered else found.find_fqns(model.clean)
+        _name_numbered_parameters(found.state, found.groups, model, notes) if numbered else found.find_fqns(model.clean)
     )
     origin.update((("optim", "params", fqn), (name,)) for name, fqn in fqns.items() if fqn != name)
     out = found.others
     for (key, slot), leaf in found.state.items():
-        owner = fqns.get(_as_number(key) if numbered else str(key))
+        owner = fqns.get(_as_parameter_number(key) if numbered else str(key))
         if owner is None:
             raise Corrupt(
                 f"optim.state has an entry for parameter {key}, which no param group lists; the optimizer would not "
@@ -186,17 +189,17 @@ def canonical_optimizer(
     for i, g in found.groups.items():
         for k, leaf in g.items():
             if k == ("params",):
-                leaf = [fqns.get(_as_number(x) if numbered else x, x) for x in _params_of_group(g)]
+                leaf = [fqns.get(_as_parameter_number(x) if numbered else x, x) for x in _list_group_params(g)]
             out["optim", "param_groups", i, *k] = leaf
     return out
 
 
-def _params_of_group(group: Mapping[Path, object]) -> list[Any]:
-    """Return the names or the numbers of the parameters of a param group, {path of an option: leaf}; [] if it lists
-    none.
+def _list_group_params(group: Mapping[Path, object]) -> list[Any]:
+    """Return the names or the numbers that a param group, {path of an option: leaf}, lists as its parameters; [] if it
+    has no list.
 
     Raises:
-        Corrupt: it lists something else, or both.
+        Corrupt: the list has other things, or both names and numbers.
     """
     got = group.get(("params",), [])
     if not isinstance(got, list):
@@ -206,7 +209,7 @@ def _params_of_group(group: Mapping[Path, object]) -> list[Any]:
     return got
 
 
-def _as_number(x: object) -> Any:
+def _as_parameter_number(x: object) -> Any:
     """Return the number of a parameter as an int, also where it is text of digits; anything else as it is."""
     return int(x) if isinstance(x, str) and is_number_text(x) else x
 
@@ -225,7 +228,7 @@ def _group_by_options(flat: Mapping[str, Mapping[Path, object]]) -> dict[int, di
     return {i: {**options, ("params",): members} for i, (options, members) in enumerate(out)}
 
 
-def _name_numbers(
+def _name_numbered_parameters(
     state: Mapping[tuple[Any, Path], object],
     groups: Mapping[int, Mapping[Path, object]],
     model: KnownModel,
@@ -248,8 +251,8 @@ def _name_numbers(
         Unsupported: `model.like` has another number of parameters.
         Corrupt: a group lists something other than parameters.
     """
-    slots, shapes = _shapes_by_number(state, groups, model.shape_of)
-    members = [_params_of_group(g) for _, g in sorted(groups.items())] or [sorted(shapes)]
+    slots, shapes = _infer_shapes_by_number(state, groups, model.shape_of)
+    members = [_list_group_params(g) for _, g in sorted(groups.items())] or [sorted(shapes)]
     numbers = [x for m in members for x in m]
     # torch >= 2.6 lists names where the optimizer was given named_parameters()
     lists = [g.get(("param_names",)) for _, g in sorted(groups.items())]
@@ -264,7 +267,9 @@ def _name_numbers(
                 code="CKPT0308",
             )
         return dict(zip(numbers, model.like, strict=True))
-    resolved, left = _names_by_order(model, [[shapes[x] for x in m] for m in members], _flat_state_elements(slots))
+    resolved, left = _find_names_by_order(
+        model, [[shapes[x] for x in m] for m in members], _count_flat_state_elements(slots)
+    )
     notes.append(
         "the optimizer numbers its parameters; their names follow from the order and shapes of the model's "
         f"{len(numbers)} parameters"
@@ -273,7 +278,7 @@ def _name_numbers(
     return {x: n for m, ns in zip(members, resolved, strict=True) for x, n in zip(m, ns, strict=True)}
 
 
-def _shapes_by_number(
+def _infer_shapes_by_number(
     state: Mapping[tuple[Any, Path], object], groups: Mapping[int, Mapping[Path, object]], shape_of: ShapeOf
 ) -> tuple[_Slots, dict[int, tuple[int, ...] | None]]:
     """Return ({number of a parameter: {path of a slot: shape}}, {number: shape of the parameter, None where no slot
@@ -288,16 +293,16 @@ def _shapes_by_number(
     Raises:
         Corrupt: a group lists something other than parameters.
     """
-    shapes: dict[int, tuple[int, ...] | None] = {x: None for g in groups.values() for x in _params_of_group(g)}
+    shapes: dict[int, tuple[int, ...] | None] = {x: None for g in groups.values() for x in _list_group_params(g)}
     slots: _Slots = {}
     for (key, slot), leaf in state.items():
         if shape := shape_of(leaf):  # the step is 0-dim and says nothing
-            slots.setdefault(_as_number(key), {})[slot] = shape
-        shapes.setdefault(_as_number(key), None)
-    return slots, shapes | {x: _shape_of_parameter(found) for x, found in slots.items()}
+            slots.setdefault(_as_parameter_number(key), {})[slot] = shape
+        shapes.setdefault(_as_parameter_number(key), None)
+    return slots, shapes | {x: _infer_parameter_shape(found) for x, found in slots.items()}
 
 
-def _names_by_order(
+def _find_names_by_order(
     model: KnownModel, wanted: list[list[tuple[int, ...] | None]], flat_elements: int | None
 ) -> tuple[list[list[str]], list[str]]:
     """Find the FQNs of numbered parameters by the one order of the model that fits their shapes: (FQNs by param group,
@@ -339,12 +344,12 @@ def _names_by_order(
     )
 
 
-def _shape_of_parameter(slots: Mapping[Path, tuple[int, ...]]) -> tuple[int, ...] | None:
-    """Infer the shape of a parameter from the shapes of what the optimizer keeps for it, {path of a slot: shape}; the
-    first of the largest where they contradict each other.
+def _infer_parameter_shape(slots: Mapping[Path, tuple[int, ...]]) -> tuple[int, ...] | None:
+    """Infer the shape of a parameter from its optimizer state, {path of a slot: shape}.
 
-    It is that of the slots with most dimensions, or what factors of a second moment multiply to: (n, 1) and (1, m) of
-    torch's Adafactor, (n,) and (m,) under *_row and *_col of transformers'.
+    It is the shape of the slots with most dimensions, or the product of the factors of a second moment: (n, 1) and (1,
+    m) of torch's Adafactor, (n,) and (m,) under *_row and *_col of transformers'. If the largest slots contradict each
+    other, it is the shape of the first of them.
     """
     row, col = (next((s for p, s in slots.items() if str(p[-1]).endswith(end)), None) for end in ("_row", "_col"))
     if row is not None and col is not None and len(row) == len(col):
@@ -356,9 +361,9 @@ def _shape_of_parameter(slots: Mapping[Path, tuple[int, ...]]) -> tuple[int, ...
     return merged if fits else largest[0]
 
 
-def _flat_state_elements(slots: _Slots) -> int | None:
-    """Count the elements of all parameters together, if the optimizer keeps its whole state with the first, as LBFGS
-    does; None for any other. `slots` is {number of a parameter: {path of a slot: shape}}."""
+def _count_flat_state_elements(slots: _Slots) -> int | None:
+    """Count the elements of all parameters together, for an optimizer that keeps its whole state under one
+    parameter, as LBFGS does; None for any other. `slots` is {number of a parameter: {path of a slot: shape}}."""
     if len(slots) != 1:
         return None
     (found,) = slots.values()
@@ -366,9 +371,9 @@ def _flat_state_elements(slots: _Slots) -> int | None:
     return next(iter(lengths))[0] if len(lengths) == 1 and len(next(iter(lengths))) == 1 else None
 
 
-def _usual_place(child: str) -> int:
-    """Return a number by which a child of a module is sorted among its siblings: its own if it is a number, its place
-    in `_KNOWN_CHILDREN`, or 0 where its place is not known."""
+def _make_sibling_sort_key(child: str) -> int:
+    """Return a number that sorts a child of a module among its siblings: the number that it is named by, or its
+    position in `_KNOWN_CHILDREN`; 0 for any other name."""
     return int(child) if is_number_text(child) else _KNOWN_CHILDREN.index(child) if child in _KNOWN_CHILDREN else 0
 
 
@@ -378,12 +383,12 @@ _MOST_CHILDREN = 100  # parts of a name; no module is as deep
 _KNOWN_CHILDREN = ("lora_A", "lora_B", "weight", "bias")
 
 
-def possible_orders(names: Iterable[str]) -> Iterator[list[str]]:
-    """Yield every order that `named_parameters()` may have of names that a file has sorted.
+def iterate_possible_orders(names: Iterable[str]) -> Iterator[list[str]]:
+    """Yield every order that `named_parameters()` may have, for names from a file that has sorted them.
 
-    Modules of a list come by number. The other children of a module come in an order that the names do not tell;
-    modules of one kind (those whose paths differ in numbers alone) share it. Nothing is yielded where there are more
-    orders than are worth trying.
+    Children of a module list are ordered by number. The order of other children does not follow from their names; all
+    modules of one kind (whose paths differ only in numbers) have the same. Nothing is yielded if there are too many
+    orders to try.
     """
     parts = {name: name.split(".") for name in names}
     # of each child of a module: the kind of the module, a path without numbers
@@ -408,7 +413,7 @@ def possible_orders(names: Iterable[str]) -> Iterator[list[str]]:
         def place_name(name: str, place: Any = place) -> list[tuple[int, int, str]]:
             """Return a key that sorts names in the chosen order."""
             children = zip(kinds_of[name], parts[name], strict=True)
-            return [(place.get((kind, c), 0), _usual_place(c), c) for kind, c in children]
+            return [(place.get((kind, c), 0), _make_sibling_sort_key(c), c) for kind, c in children]
 
         yield sorted(parts, key=place_name)
 
@@ -420,17 +425,19 @@ _NEVER = 1 << 30  # the cost where nothing fits
 def assign_names(
     names: Sequence[tuple[str, tuple[int, ...]]], groups: Sequence[Sequence[tuple[int, ...] | None]]
 ) -> tuple[list[list[str]] | None, list[str], int]:
-    """Find which name each numbered parameter has: (names by group, names that no group has, number of ways that fit).
-    Names by group is None where no way fits, or where several do.
+    """Find the name of each numbered parameter of an optimizer.
 
-    Optimizers number parameters group by group, in each in the order of `model.named_parameters()`, which is the order
-    of the state dict. So the groups are disjoint subsequences of the names, matched by shape. When more than one way
-    fits, names that end in weight or bias are parameters before others are; when more than one is left then, the number
-    of ways is at least 2.
+    Optimizers number parameters group by group, and in each group in the order of `model.named_parameters()`, which is
+    the order of the state dict. So the groups are disjoint subsequences of the names, matched by shape. Of several
+    assignments that fit, only those count that leave the fewest names ending in weight or bias without a group.
 
     Args:
         names: (name, shape) of the tensors of the model, in order.
         groups: the shapes of the parameters of each group, in order; None fits any shape.
+
+    Returns:
+        (names by group, names that are in no group, number of assignments that fit). Names by group is None unless
+            exactly one assignment fits; the number is 2 or more if it is ambiguous.
     """
     total = sum(map(len, groups))
     skips = len(names) - total

@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 from ..printable import count_noun
 from .checkpoint import Checkpoint, TensorEntry, joined
-from .composites import composites
+from .composites import find_composites
 from .paths import WRAPPED_SLOTS
 
-__all__ = ["OPTIMIZERS", "FoundOptimizer", "Optimizer", "describe_lost_slots", "find_optimizers", "find_per_rank_slots"]
+__all__ = ["OPTIMIZERS", "FoundOptimizer", "Optimizer", "describe_lost_slots", "find_lost_slots", "find_optimizers"]
 
 
 class Optimizer(NamedTuple):
@@ -42,21 +42,22 @@ class Optimizer(NamedTuple):
     options: frozenset[str] = frozenset()
 
     def fits(self, slots: frozenset[str], options: frozenset[str]) -> bool:
-        """Whether `slots` can be what it keeps for all of its parameters together, and `options` those of its param
-        groups."""
+        """Whether a state can be of this optimizer: `slots` are the names of the slots of all parameters together,
+        `options` those of the options of its param groups."""
         every = self.slots.union(self.may, *self.others)
         others = bool(self.options) and slots - self.may in self.others
         return self.options <= options and slots <= every and (self.slots <= slots or others)
 
     def lacks(self, slots: frozenset[str], every: frozenset[str]) -> frozenset[str]:
-        """Return the slots, names of what it keeps for a parameter, that one parameter lacks: `slots` are those that it
-        has, `every` those that any parameter has."""
+        """Return the names of the slots that one parameter lacks. `slots` are the slots that it has, `every` the
+        slots that any parameter has."""
         own = slots - self.may
         form = own if own in self.others else self.slots
         return (form | (every & self.may)) - slots
 
 
 def _slots(*slots: str) -> frozenset[str]:
+    """Return names of slots as a set."""
     return frozenset(slots)
 
 
@@ -120,7 +121,7 @@ class FoundOptimizer(NamedTuple):
 
 
 def find_optimizers(ckpt: Checkpoint) -> list[FoundOptimizer]:
-    """Find the optimizers that a checkpoint has state of, that of the first param group first; empty if it has none."""
+    """Find the optimizers whose state a checkpoint has, in the order of their param groups; empty if it has none."""
     slots: dict[str, set[str]] = {}
     for t in ckpt.tensors.values():
         if (slot := t.slot) is not None:
@@ -160,18 +161,18 @@ _SHOWN = 6  # slots in a message
 _RANK_FILE = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
 
 
-def find_per_rank_slots(ckpt: Checkpoint) -> dict[str, list[str]]:
-    """Find optimizer state of which every rank had a part under one name, so that DCP kept only one rank's: {parameter:
-    names of its tensors}; {} where there is none.
+def find_lost_slots(ckpt: Checkpoint) -> dict[str, list[str]]:
+    """Find optimizer state that was lost because every rank saved its own part under one name and DCP kept one rank's
+    part: {parameter: names of its tensors}; {} if there is none.
 
-    FSDP2 shards parameters and gradients as DTensors. An optimizer that makes plain tensors of its own (bitsandbytes,
-    SOAP, torchao's predecessors) has one tensor per rank under one name, and DCP takes names to be unique: it keeps one
-    rank's tensor, and of each name another rank's. Such a tensor has the shape of one rank's part of the parameter.
+    FSDP2 shards parameters and gradients as DTensors. An optimizer that makes plain tensors instead (bitsandbytes,
+    SOAP, torchao's predecessors) has one tensor per rank under one name. DCP takes names to be unique, so it keeps one
+    rank's tensor, not always the same rank's. Such a tensor has the shape of one rank's part of the parameter.
     """
     if not any(_RANK_FILE.fullmatch(f) for f in ckpt.files):
         return {}
     slots: dict[str, dict[str, TensorEntry]] = {}
-    inside = {joined(t.path) for found in composites(ckpt).values() for t in found.tensors.values()}
+    inside = {joined(t.path) for found in find_composites(ckpt).values() for t in found.tensors.values()}
     for name, t in ckpt.tensors.items():
         if t.slot is not None and t.numel > 1 and name not in inside:
             slots.setdefault(t.parameter, {})[name] = t
@@ -189,8 +190,8 @@ def find_per_rank_slots(ckpt: Checkpoint) -> dict[str, list[str]]:
 
 
 def _is_shape_of_part(slot: tuple[int, ...], part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    """Whether a tensor that an optimizer keeps has the shape of one rank's part of a parameter, flat or not, or is
-    square with the rows of that part (SOAP's factors).
+    """Whether a tensor of optimizer state has the shape of one rank's part of a parameter, or that part flattened, or
+    is a square with as many rows as that part (SOAP's factors).
 
     Args:
         slot: shape of the optimizer's tensor.
@@ -224,7 +225,7 @@ def _describe_kept_ranks(ckpt: Checkpoint, names: Iterable[str]) -> str:
 
 def describe_lost_slots(ckpt: Checkpoint, found: Mapping[str, list[str]]) -> str:
     """Return a text that says which optimizer state was lost when it was saved, and what to do; `found` is {parameter:
-    names of its tensors}, not empty, as `find_per_rank_slots` returned it."""
+    names of its tensors}, not empty, as `find_lost_slots` returned it."""
     names = [n for slots in found.values() for n in slots]
     ranks = {m[1] for n in names for f in ckpt.tensors[n].chunks.file if (m := _RANK_FILE.fullmatch(ckpt.files[f]))}
     t = ckpt.tensors[names[0]]

@@ -19,7 +19,13 @@ from typing import Any
 from ..printable import count_noun, list_first
 from .checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 
-__all__ = ["Groups", "describe_group_differences", "list_numbered", "names_by_group", "regroup"]
+__all__ = [
+    "Groups",
+    "describe_group_differences",
+    "list_names_by_group",
+    "list_numbered_parameters",
+    "regroup_optimizer",
+]
 
 Groups = tuple[tuple[str, ...], ...]
 #: Lists of schedulers with one entry for each param group.
@@ -29,14 +35,14 @@ _NAMED_PARAMETER = ("optim", "params")
 _NAMED = 4  # names that a sentence gives
 
 
-def list_numbered(origin: Mapping[Path, Path]) -> tuple[str, ...]:
-    """List the FQNs of the parameters that an optimizer numbers, by number, where `Checkpoint.origin` has their
-    numbers."""
+def list_numbered_parameters(origin: Mapping[Path, Path]) -> tuple[str, ...]:
+    """List the FQNs of an optimizer's parameters in the order of their numbers, if `Checkpoint.origin` has these;
+    else ()."""
     numbers = {str(q[2]): p[0] for q, p in origin.items() if q[:2] == _NAMED_PARAMETER and type(p[0]) is int}
     return tuple(sorted(numbers, key=lambda name: numbers[name]))
 
 
-def names_by_group(ckpt: Checkpoint) -> Groups | None:
+def list_names_by_group(ckpt: Checkpoint) -> Groups | None:
     """Return the FQNs in each param group, by its number; None where there are no groups, where they do not list names,
     or where a number is missing."""
     lists: dict[int, list[Any]] = {}
@@ -88,7 +94,7 @@ def describe_group_differences(here: Groups, there: Groups) -> list[str]:
     return out
 
 
-def regroup(ckpt: Checkpoint, groups: Groups) -> tuple[Checkpoint, list[str], list[str]]:
+def regroup_optimizer(ckpt: Checkpoint, groups: Groups) -> tuple[Checkpoint, list[str], list[str]]:
     """Put the same optimizer state into other param groups: (checkpoint, names of entries that no group has room for,
     notes). Nothing is changed where the checkpoint has no groups that list names.
 
@@ -98,7 +104,7 @@ def regroup(ckpt: Checkpoint, groups: Groups) -> tuple[Checkpoint, list[str], li
     Args:
         groups: the new groups, as FQNs by group.
     """
-    old = names_by_group(ckpt)
+    old = list_names_by_group(ckpt)
     if old is None:
         return ckpt, [], []
     place = {n: i for i, g in enumerate(old) for n in g}
@@ -109,7 +115,7 @@ def regroup(ckpt: Checkpoint, groups: Groups) -> tuple[Checkpoint, list[str], li
         votes = Counter(place[n] for n in g if n in place)
         best = min(votes, key=lambda j: (-votes[j], j)) if votes else (origin_of[-1] if origin_of else 0)
         origin_of.append(best)
-        if len(votes) > 1 and (odd := _differing_options(ckpt, best, sorted(votes))):
+        if len(votes) > 1 and (odd := _list_differing_options(ckpt, best, sorted(votes))):
             notes.append(
                 f"group {i} is made of groups {', '.join(map(str, sorted(votes)))}, which differ in {odd}; it has "
                 f"those of group {best}"
@@ -163,7 +169,7 @@ def regroup(ckpt: Checkpoint, groups: Groups) -> tuple[Checkpoint, list[str], li
     return out, left_out, notes
 
 
-def _differing_options(ckpt: Checkpoint, best: int, among: Sequence[int]) -> str:
+def _list_differing_options(ckpt: Checkpoint, best: int, among: Sequence[int]) -> str:
     """Return the names of the hyperparameters in which the param groups `among` differ from group `best`, as one text;
     "" if there are none. Groups are given by number."""
     options: dict[int, dict[str, Any]] = {}

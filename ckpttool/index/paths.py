@@ -34,8 +34,8 @@ class Number(str):
 
 
 def is_number_text(text: str) -> bool:
-    """Return whether a text is a whole number that `int` reads: "²" has digits that it refuses, and so has a text of
-    thousands of digits."""
+    """Whether a text is a whole number that `int` reads. `int` refuses other digits ("²") and texts of thousands of
+    digits."""
     return text.isdecimal() and len(text) < 20
 
 
@@ -91,7 +91,7 @@ class HasPath:
 
     @property
     def slot(self) -> str | None:
-        """Return what of an optimizer's state the entry is (its slot, such as "exp_avg"); None for an entry that is not
+        """Return the slot of the optimizer's state that the entry holds, such as "exp_avg"; None unless its path is
         optim.state.<FQN>.<slot>."""
         if not self.is_optimizer_state or len(self.path) < 4:
             return None
@@ -108,6 +108,6 @@ class HasPath:
 
     @property
     def option(self) -> str | None:
-        """Return the option of a param group that the entry is ("lr", "params"); None for an entry that is not
+        """Return the name of the param group's option that the entry holds ("lr", "params"); None unless its path is
         optim.param_groups.<i>.<key>."""
         return joined(self.path[3:]) if self.is_param_group and len(self.path) > 3 else None

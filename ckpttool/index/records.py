@@ -117,15 +117,16 @@ class Records(Sequence[Record]):
                     found.later[len(found)] = self.later[k]
                 found.add(file, *place)
             for found in out.values():
-                found._sort()
+                found._sort_by_offset()
             self._by_file = len(self), out
         return self._by_file[1]
 
     def _columns(self) -> tuple[array[int], array[int], array[int], array[int]]:
+        """Return the columns: numbers of files, offsets, lengths and CRC32s."""
         return self.file, self.offset, self.length, self.crc32
 
-    def _sort(self) -> None:
-        """Sort by offsets; equal ones stay in their order."""
+    def _sort_by_offset(self) -> None:
+        """Sort the records by offset, in place; records with equal offsets keep their order."""
         if any(a > b for a, b in zip(self.offset, self.offset[1:], strict=False)):
             order = sorted(range(len(self)), key=self.offset.__getitem__)
             self.offset, self.length = (array("q", map(c.__getitem__, order)) for c in (self.offset, self.length))

@@ -16,11 +16,11 @@ from .checkpoint import Checkpoint, TensorEntry
 from .names import KEEPS_NUMBERS
 from .optimizers import find_optimizers
 
-__all__ = ["FreeParameter", "find_free_parameters", "is_schedule_free"]
+__all__ = ["FreeParameter", "find_free_parameters", "has_schedule_free_optimizer"]
 
 
-def is_schedule_free(ckpt: Checkpoint) -> bool:
-    """Tell whether the optimizer is a schedule-free one."""
+def has_schedule_free_optimizer(ckpt: Checkpoint) -> bool:
+    """Whether the checkpoint has the state of a schedule-free optimizer."""
     return any(state.name.startswith("schedule-free") for state in find_optimizers(ckpt))
 
 
@@ -34,12 +34,12 @@ class FreeParameter:
 
 
 def find_free_parameters(ckpt: Checkpoint) -> dict[str, FreeParameter]:
-    """Find the parameters of a schedule-free optimizer that have a z, {FQN: parameter}.
+    """Find the parameters of a schedule-free optimizer that have a z, and return {FQN: parameter}.
 
     Raises:
-        Unsupported: the optimizer is another one, or its param groups do not say enough.
+        Unsupported: the checkpoint has no such optimizer, or its param groups lack betas (or momentum) or train_mode.
     """
-    if not is_schedule_free(ckpt):
+    if not has_schedule_free_optimizer(ckpt):
         unnamed = next((f" {n}" for n in ckpt.notes if n.startswith(KEEPS_NUMBERS)), "")
         raise Unsupported(
             f"{argument('weights', 'schedule-free-x')}: {ckpt.root} has no state of a schedule-free optimizer under "

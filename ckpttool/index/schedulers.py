@@ -12,10 +12,11 @@ __all__ = ["complete_scheduler_state", "describe_deepspeed_scheduler"]
 
 
 def describe_deepspeed_scheduler(ckpt: Checkpoint) -> list[str]:
-    """Return a note for a job with torch's schedulers where the state is that of one of DeepSpeed's own
-    (deepspeed/runtime/lr_schedules.py), which save `last_batch_iteration` and nothing else; [] where it is not.
+    """Return a note, as a list of one, if the scheduler's state is that of a DeepSpeed scheduler, which torch's
+    schedulers do not load; else [].
 
-    torch's `LRScheduler.load_state_dict` updates the attributes of the scheduler, so it ignores that key.
+    DeepSpeed's own schedulers (deepspeed/runtime/lr_schedules.py) save `last_batch_iteration` and nothing else. torch's
+    `LRScheduler.load_state_dict` updates the attributes of the scheduler, so it ignores that key.
     """
     if {p[1:] for p in ckpt.leaves() if p[0] == "scheduler"} != {("last_batch_iteration",)}:
         return []
@@ -28,12 +29,12 @@ def describe_deepspeed_scheduler(ckpt: Checkpoint) -> list[str]:
 
 
 def complete_scheduler_state(ckpt: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with all that torch's LambdaLR saves, where the trainer of the source saves its
-    `last_epoch` only; any other checkpoint as it is.
+    """Return the checkpoint with the full state dict of torch's LambdaLR, if its trainer saves only `last_epoch`; any
+    other checkpoint is returned unchanged.
 
-    torchtitan (components/optimizer/lr_scheduler.py) saves no more: its job computes the rest from the rates of the
-    param groups. `LambdaLR.load_state_dict` wants the rest. The rates are in the param groups: `lr`, and `initial_lr`,
-    which every scheduler of torch puts there. Nothing is added where a group lacks one of them.
+    torchtitan (components/optimizer/lr_scheduler.py) saves no more, since its job computes the other entries from the
+    learning rates of the param groups: `lr`, and `initial_lr`, which every scheduler of torch puts there.
+    `LambdaLR.load_state_dict` needs them. Nothing is added if a group lacks one of the two.
     """
     if not schedules_by_epoch(ckpt.trainer) or {p for p in ckpt.leaves() if p[0] == "scheduler"} != {
         ("scheduler", "last_epoch")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, islice
 
-__all__ = ["NOT_RESUMED", "EntrySelection", "explain_no_match", "unmatched_patterns"]
+__all__ = ["NOT_RESUMED", "EntrySelection", "explain_no_match", "find_unmatched_patterns"]
 
 _GLOB = re.compile(r"[*?\[]")
 #: What the user of a part of a checkpoint should know.
@@ -36,47 +36,54 @@ class EntrySelection:
 
     @property
     def by_component(self) -> bool:
-        """Whether whole components are selected, or everything."""
+        """Whether everything is selected, or a set of components: no pattern is a glob or names a single entry, and
+        nothing is left out."""
         return not self.left_out and all(_GLOB.search(p) is None and "." not in p for p in self.only or ())
 
     @property
     def components(self) -> frozenset[str] | None:
-        """Return the components that an entry must be of to be selected; None where it may be of any."""
+        """Return the components in which entries are selected; None if that may be any component."""
         heads = None if self.only is None else frozenset(p.partition(".")[0] for p in self.only)
         return None if heads is None or any(map(_GLOB.search, heads)) else heads
 
     def holds(self, name: str) -> bool:
-        """Tell whether an entry is selected."""
-        return (self.only is None or _compile(self.only)(name)) and not _compile(self.left_out)(name)
+        """Whether the entry with this canonical name is selected."""
+        return (self.only is None or _compile_patterns(self.only)(name)) and not _compile_patterns(self.left_out)(name)
 
 
 @lru_cache(64)
-def _compile(patterns: tuple[str, ...]) -> Callable[[str], bool]:
-    """Return a function that tells whether one of these patterns selects an entry of a name."""
+def _compile_patterns(patterns: tuple[str, ...]) -> Callable[[str], bool]:
+    """Return a function that says whether at least one of the patterns selects the entry of a name."""
     plain = frozenset(patterns)
     globs = "|".join(fnmatch.translate(q) for p in patterns if _GLOB.search(p) for q in (p, p + ".*"))
     match = re.compile(globs).match if globs else lambda _: None
 
     def selects(name: str) -> bool:
-        return any(n in plain for n in _prefixes(name)) or match(name) is not None
+        return any(n in plain for n in _iterate_prefixes(name)) or match(name) is not None
 
     return selects
 
 
-def _prefixes(name: str) -> Iterable[str]:
-    """Yield a name cut behind each of its parts: "a", "a.b", "a.b.c"."""
+def _iterate_prefixes(name: str) -> Iterable[str]:
+    """Yield the beginnings of a dotted name, up to the name itself: "a", "a.b", "a.b.c"."""
     return accumulate(name.split("."), lambda a, b: f"{a}.{b}")
 
 
-def unmatched_patterns(patterns: Iterable[str], names: Collection[str]) -> list[str]:
+def find_unmatched_patterns(patterns: Iterable[str], names: Collection[str]) -> list[str]:
     """List the patterns that select none of these names."""
-    known = {n for name in names for n in _prefixes(name)}
-    return [p for p in patterns if p not in known and not any(map(_compile((p,)), names))]
+    known = {n for name in names for n in _iterate_prefixes(name)}
+    return [p for p in patterns if p not in known and not any(map(_compile_patterns((p,)), names))]
 
 
 def explain_no_match(pattern: str, names: Collection[str], what: str = "name") -> str:
-    """Return the end of a message, "no name matches; did you mean ...?": that no name (`what`: "tensor") matches a
-    pattern, and what to type instead."""
+    """Return the end of an error message for a pattern that matches no name, such as "no name matches; did you mean
+    ...?".
+
+    Args:
+        pattern: the pattern.
+        names: all names.
+        what: what the names are, such as "tensor"; with "name", a pattern without dots is treated as a component.
+    """
     from difflib import get_close_matches  # which takes a while to load
 
     part, holds = pattern.strip("*"), ""

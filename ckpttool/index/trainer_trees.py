@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from .checkpoint import Path
 
-__all__ = ["TrainerTree", "fuses_parameters", "of_composer", "schedules_by_epoch", "trainer_of"]
+__all__ = ["TrainerTree", "convert_composer_tree", "fuses_parameters", "identify_trainer", "schedules_by_epoch"]
 
 
 class TrainerTree(NamedTuple):
@@ -33,7 +33,7 @@ class TrainerTree(NamedTuple):
 known_trees: Callable[[], Iterable[TrainerTree]] = tuple
 
 
-def trainer_of(keys: set[Any], *, model_at_root: bool) -> str | None:
+def identify_trainer(keys: set[Any], *, model_at_root: bool) -> str | None:
     """Return the name of the trainer that writes trees with these keys at the root; None where it is not known.
 
     Args:
@@ -47,7 +47,7 @@ def trainer_of(keys: set[Any], *, model_at_root: bool) -> str | None:
     return None
 
 
-def of_composer(leaves: Mapping[Path, object]) -> dict[Path, object] | None:
+def convert_composer_tree(leaves: Mapping[Path, object]) -> dict[Path, object] | None:
     """Return the leaves of a tree of Composer, {path: leaf}, under the usual keys; None where the tree is not
     Composer's.
 
@@ -76,11 +76,11 @@ def of_composer(leaves: Mapping[Path, object]) -> dict[Path, object] | None:
 
 
 def fuses_parameters(name: str | None) -> bool:
-    """Whether the optimizer of a trainer, given by its name or None, may have state for fused parameters, which the
-    model does not have."""
+    """Whether a trainer's optimizer may have state for fused parameters, of which the model has only the parts.
+    `name` is the trainer's name, or None."""
     return any(tree.fuses_parameters for tree in known_trees() if tree.name == name)
 
 
 def schedules_by_epoch(name: str | None) -> bool:
-    """Whether a trainer, given by its name or None, saves only `last_epoch` of torch's LambdaLR."""
+    """Whether a trainer saves only `last_epoch` of torch's LambdaLR. `name` is the trainer's name, or None."""
     return any(tree.schedules_by_epoch for tree in known_trees() if tree.name == name)

@@ -13,19 +13,19 @@ __all__ = ["check_no_leaf_inside_leaf", "nest"]
 
 
 def check_no_leaf_inside_leaf(paths: Collection[Path]) -> None:
-    """Check that no path begins with another one, as ("a", "b") does with ("a",): a dict cannot hold both.
+    """Check that no path begins with another path, as ("a", "b") does with ("a",): a dict cannot hold both.
 
     Raises:
-        Corrupt: one does; with that path.
+        Corrupt: a path begins with another; with the longer one.
     """
     lengths = sorted({len(path) for path in paths} - {0})
     for path in paths:
         for k in takewhile(len(path).__gt__, lengths):
             if path[:k] in paths:
-                raise _inside_a_leaf(path)
+                raise _make_nesting_error(path)
 
 
-def _inside_a_leaf(path: Path) -> Corrupt:
+def _make_nesting_error(path: Path) -> Corrupt:
     """Make the error for a path that leads into another leaf."""
     return Corrupt(f"{joined(path)!r} is inside a value that is neither a dict nor a list.", code="CKPT0406")
 
@@ -45,7 +45,7 @@ def nest(leaves: Mapping[Path, object]) -> Any:
         for key in path[:-1]:
             inner = at.setdefault(key, _Node())
             if type(inner) is not _Node:
-                raise _inside_a_leaf(path)
+                raise _make_nesting_error(path)
             at = inner
         if path[-1] in at:
             raise Corrupt(f"{joined(path)!r} is a value and a dict or list at once.", code="CKPT0406")
@@ -58,7 +58,8 @@ class _Node(dict[Any, Any]):
 
 
 def _as_plain_tree(x: object) -> Any:
-    """Turn the inner nodes of a tree that is being built into dicts and lists; a leaf is returned as it is.
+    """Convert an inner node of a tree that is being built, and all nodes below it, to dicts and lists; a leaf is
+    returned unchanged.
 
     Raises:
         Corrupt: a list has positions that are negative or far beyond its length.
@@ -77,10 +78,9 @@ def _as_plain_tree(x: object) -> Any:
 
 
 def _restore_parameter_numbers(state: dict[Any, Any], groups: object) -> dict[Any, Any]:
-    """Return the state of an optimizer with integers as keys where its param groups number the parameters; as it is
-    where they do not.
+    """Return an optimizer's state with integers as keys if its param groups list numbers; otherwise unchanged.
 
-    DCP and JSON have made text of them, and `load_state_dict` passes over a key that no group lists.
+    DCP and JSON turn the numbers into text, and `load_state_dict` ignores a key that no group lists.
     """
     if not isinstance(groups, list) or not all(
         isinstance(g, dict) and isinstance(g.get("params"), (list, tuple)) for g in groups

@@ -24,18 +24,18 @@ from typing import Any, NamedTuple
 from ..errors import Unsupported, argument
 from .checkpoint import Checkpoint, TensorEntry, joined, same_bytes, tied_weights
 from .fqns import strip_wrapper_modules, strip_wrappers
-from .optimizer_names import assign_names, possible_orders
-from .schedule_free import find_free_parameters, is_schedule_free
+from .optimizer_names import assign_names, iterate_possible_orders
+from .schedule_free import find_free_parameters, has_schedule_free_optimizer
 
 __all__ = [
     "OF_TRAINING",
     "WEIGHT_FILES",
     "WeightSet",
     "describe_weight_sets",
-    "find_averages_beside",
+    "find_matching_keys",
+    "find_unread_averages",
     "find_weight_sets",
-    "is_average",
-    "match_key",
+    "is_average_key",
 ]
 
 #: Where Lightning keeps the trained weights, and its model is the average.
@@ -80,28 +80,29 @@ class WeightSet(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Tell whether it has every parameter of the model."""
+        """Whether the set is complete: it has every parameter of the model, in the same shape."""
         return not self.missing and not self.reshaped
 
 
 def find_weight_sets(ckpt: Checkpoint) -> dict[str, WeightSet]:
-    """Find the sets of weights besides the model, {key: set}; those that are not whole come last.
+    """Find the sets of weights that a checkpoint holds in addition to its model, and return {key: set}, incomplete sets
+    last.
 
-    Where the checkpoint has no model, any dict of weights is a set.
+    If the checkpoint has no model, every dict of weights is a set.
     """
     model = {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"}
     rest = {n: t for n, t in ckpt.tensors.items() if t.component not in ("model", "optim", "rng")}
     if not model:
-        return _find_without_model(rest.values())
+        return _find_sets_without_model(rest.values())
     trained = frozenset(t.parameter for t in ckpt.tensors.values() if t.slot is not None)
     found = [
-        *_find_by_prefix(rest.values(), model),
-        *_find_lists(rest.values(), ckpt, model, trained),
-        *_find_slots(ckpt, model),
-        *_find_modules(model),
+        *_find_sets_by_prefix(rest.values(), model),
+        *_find_sets_in_lists(rest.values(), ckpt, model, trained),
+        *_find_average_slots(ckpt, model),
+        *_find_average_modules(model),
     ]
     tied = tied_weights(model) if found else {}
-    sets = [_complete(model, trained, tied, *one) for one in found]
+    sets = [_make_weight_set(model, trained, tied, *one) for one in found]
     out: dict[str, WeightSet] = {}
     held: set[frozenset[int]] = set()
     for one in sorted(sets, key=lambda s: (not s.is_whole, len(s.key))):
@@ -112,30 +113,33 @@ def find_weight_sets(ckpt: Checkpoint) -> dict[str, WeightSet]:
     return out
 
 
-def is_average(key: str) -> bool:
-    """Tell whether a key says that what is below it is an average: "ema", and "ema.ema_model", but not
-    "ema.online_model"."""
-    return not _WORDS.isdisjoint(_words(key)) and _TRAINED.isdisjoint(_words(key.rpartition(".")[2]))
+def is_average_key(key: str) -> bool:
+    """Whether the words of a key say that an average of weights is below it: true of "ema" and "ema.ema_model", but
+    not of "ema.online_model"."""
+    return not _WORDS.isdisjoint(_split_words(key)) and _TRAINED.isdisjoint(_split_words(key.rpartition(".")[2]))
 
 
-def match_key(asked: str, keys: Iterable[str]) -> list[str]:
-    """Return those of some keys that a text names: the key itself, else those with it as an element or as a word, the
-    last element first ("ema" names "state_dict_ema"); else, for a word such as "ema", all averages. Several are
-    returned where the text does not tell them apart."""
+def find_matching_keys(asked: str, keys: Iterable[str]) -> list[str]:
+    """Return the keys that a user's text names; several if it is ambiguous, [] if there are none.
+
+    The first rule that matches at least one key decides: the key itself; the last element of the key; a word in its
+    last element ("ema" in "state_dict_ema"); any element; any word; and for a word such as "ema", all keys of averages.
+    """
     listed = list(keys)
     steps = (
         lambda key: key == asked,
         lambda key: key.endswith(f".{asked}"),
-        lambda key: asked in _words(key.rpartition(".")[2]),
+        lambda key: asked in _split_words(key.rpartition(".")[2]),
         lambda key: f".{asked}." in f".{key}.",
-        lambda key: asked in _words(key),
-        lambda key: asked in _WORDS and len(asked) > 2 and is_average(key),
+        lambda key: asked in _split_words(key),
+        lambda key: asked in _WORDS and len(asked) > 2 and is_average_key(key),
     )
     return next((found for step in steps if (found := [key for key in listed if step(key)])), [])
 
 
-def _words(key: str) -> set[str]:
-    """Return the words of a key in lower case: "EMACallback.ema_state_dict" has ema, state, dict and callback."""
+def _split_words(key: str) -> set[str]:
+    """Return the set of words in a key, in lower case: ema, state, dict and callback for
+    "EMACallback.ema_state_dict"."""
     return set(re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", key).lower()))
 
 
@@ -145,9 +149,9 @@ def _words(key: str) -> set[str]:
 _Found = tuple[str, dict[str, TensorEntry], frozenset[str] | None]
 
 
-def _find_by_prefix(tensors: Iterable[TensorEntry], model: Mapping[str, TensorEntry]) -> list[_Found]:
-    """Find dicts of tensors: what is left of a name after some keys is a name of the model, with or without the modules
-    that all names of the model begin with."""
+def _find_sets_by_prefix(tensors: Iterable[TensorEntry], model: Mapping[str, TensorEntry]) -> list[_Found]:
+    """Find dicts of tensors with the names of the model's tensors: the names without their first keys are those of
+    the model, or those of the model without the outer modules that all of its names have."""
     known = {n: n for n in model}
     for head in accumulate(next(iter(model)).split(".")[:-1], "{}.{}".format):
         if all(n.startswith(f"{head}.") for n in model):
@@ -161,13 +165,16 @@ def _find_by_prefix(tensors: Iterable[TensorEntry], model: Mapping[str, TensorEn
     return [(key.removesuffix(_MODULE), found, None) for key, found in out.items()]
 
 
-def _find_lists(
+def _find_sets_in_lists(
     tensors: Iterable[TensorEntry], ckpt: Checkpoint, model: Mapping[str, TensorEntry], trained: frozenset[str]
 ) -> list[_Found]:
-    """Find lists of tensors whose shapes, in their order, are those of the model's parameters in one order only.
+    """Find lists of tensors whose shapes fit the model's parameters in exactly one way.
 
     Args:
-        trained: FQNs that the optimizer has state for.
+        tensors: the tensors to look at.
+        ckpt: the checkpoint.
+        model: {FQN: tensor}.
+        trained: FQNs for which the optimizer has state.
     """
     lists: dict[str, dict[int, TensorEntry]] = {}
     for t in tensors:
@@ -182,7 +189,7 @@ def _find_lists(
     for key, found in lists.items():
         shapes = [found[i].shape for i in sorted(found)]
         answers = set()
-        for order in possible_orders(alone) if by_file else [alone]:  # safetensors keeps no order
+        for order in iterate_possible_orders(alone) if by_file else [alone]:  # safetensors keeps no order
             listed = [n for n in order if n in trained] if len(trained) == len(shapes) else order
             names, _, _ = assign_names([(n, model[n].shape) for n in listed], [shapes])
             answers.add(None if names is None else tuple(names[0]))
@@ -192,11 +199,11 @@ def _find_lists(
     return out
 
 
-def _find_slots(ckpt: Checkpoint, model: Mapping[str, TensorEntry]) -> list[_Found]:
+def _find_average_slots(ckpt: Checkpoint, model: Mapping[str, TensorEntry]) -> list[_Found]:
     """Find slots of the optimizer that are averages by their names."""
     slots = {t.slot for t in ckpt.tensors.values()} - {None}
     out: dict[str, dict[str, TensorEntry]] = {
-        str(slot): {} for slot in slots if is_average(str(slot)) and not _MOMENTS.fullmatch(str(slot))
+        str(slot): {} for slot in slots if is_average_key(str(slot)) and not _MOMENTS.fullmatch(str(slot))
     }
     for t in ckpt.tensors.values() if out else ():
         of = model.get(t.parameter)
@@ -205,16 +212,16 @@ def _find_slots(ckpt: Checkpoint, model: Mapping[str, TensorEntry]) -> list[_Fou
     return [(slot, found, None) for slot, found in out.items() if found]
 
 
-def _find_modules(model: Mapping[str, TensorEntry]) -> list[_Found]:
-    """Find modules in the model that are averages of others in it, by their names; of AveragedModel's own state dict,
-    all of the model is one."""
+def _find_average_modules(model: Mapping[str, TensorEntry]) -> list[_Found]:
+    """Find modules of the model that are averages of other modules of it, by their names; for the state dict of
+    torch's AveragedModel, return all of the model as one set."""
     if "n_averaged" in model and all(n.startswith("module.") for n in model if n != "n_averaged"):
         plain = strip_wrappers(n for n in model if n != "n_averaged")
         return [("module", {fqn: model[n] for n, fqn in plain.items()}, frozenset(plain.values()))]
     out: list[_Found] = []
     tops = {".".join(n.split(".")[:i]) for n in model for i in (1, 2) if n.count(".") >= i}
     for top in sorted(tops):
-        if not is_average(top.rpartition(".")[2]):
+        if not is_average_key(top.rpartition(".")[2]):
             continue
         mine = {n.removeprefix(top + "."): t for n, t in model.items() if n.startswith(top + ".")}
         others = [n for n in model if not n.startswith(top + ".")]
@@ -229,8 +236,8 @@ def _find_modules(model: Mapping[str, TensorEntry]) -> list[_Found]:
     return out
 
 
-def _find_without_model(tensors: Iterable[TensorEntry]) -> dict[str, WeightSet]:
-    """Find the dicts of weights of a checkpoint that has no model."""
+def _find_sets_without_model(tensors: Iterable[TensorEntry]) -> dict[str, WeightSet]:
+    """Return {key: set} of the dicts of weights, for a checkpoint that has no model."""
     out: dict[str, dict[str, TensorEntry]] = {}
     for t in tensors:
         if len(t.path) > 2 and isinstance(t.path[-1], str):
@@ -243,7 +250,7 @@ def _find_without_model(tensors: Iterable[TensorEntry]) -> dict[str, WeightSet]:
     return sets
 
 
-def _complete(
+def _make_weight_set(
     model: Mapping[str, TensorEntry],
     trained: frozenset[str],
     tied: Mapping[str, str],
@@ -251,12 +258,15 @@ def _complete(
     tensors: Mapping[str, TensorEntry],
     inside: frozenset[str] | None,
 ) -> WeightSet:
-    """Make a set of what was found, with what it lacks of the model.
+    """Make a `WeightSet` of the tensors that were found under a key, with the parameters of the model that it lacks.
 
     Args:
-        trained: FQNs that the optimizer has state for.
+        model: {FQN: tensor}.
+        trained: FQNs for which the optimizer has state.
         tied: {name of a tied weight: the first name of the same bytes}.
-        inside: FQNs of the module that a set inside the model is an average of; None for one outside.
+        key: the key of the set.
+        tensors: {FQN: tensor} that were found.
+        inside: FQNs of the module that the set averages, if the set is a module of the model itself; else None.
     """
     if key == "module":  # all of the model
         return WeightSet(key, dict(tensors), beside=True)
@@ -282,22 +292,26 @@ def _complete(
 # ---------------------------------------------------------------------------------------------------------- describing
 
 
-def find_averages_beside(ckpt: Checkpoint) -> dict[str, int | None]:
-    """Return {name: bytes, None if unknown} of the files and folders beside a checkpoint, that it did not read, whose
-    names say that they are averages."""
-    return {r.name: r.bytes for r in ckpt.unread if r.name.endswith(WEIGHT_FILES) and is_average(r.name)}
+def find_unread_averages(ckpt: Checkpoint) -> dict[str, int | None]:
+    """Return {name: bytes, None if unknown} of the files and folders next to a checkpoint that were not read, and
+    whose names say that they hold averages of weights."""
+    return {r.name: r.bytes for r in ckpt.unread if r.name.endswith(WEIGHT_FILES) and is_average_key(r.name)}
 
 
 def describe_weight_sets(ckpt: Checkpoint) -> list[dict[str, Any]]:
-    """Describe the sets of weights of a checkpoint besides its model, as `Summary.weights` has them."""
+    """Describe the sets of weights that a checkpoint holds in addition to its model, for `Summary.weights`.
+
+    Returns one dict per set: {"key", "tensors": count or None, "bytes": size or None, "what": description, "option":
+    argument that selects it}.
+    """
     rows: list[tuple[str, int | None, int | None, str]] = []
     sets = find_weight_sets(ckpt) if any(t.component == "model" for t in ckpt.tensors.values()) else {}
     for key, s in sets.items():
         if s.is_whole:
-            what = "average" if is_average(key) else "weights besides the model"
+            what = "average" if is_average_key(key) else "weights besides the model"
             what = "the weights that were trained; the model is their average" if key == OF_TRAINING else what
             rows.append((key, len(s.tensors), sum(t.nbytes for t in s.tensors.values()), what))
-    if is_schedule_free(ckpt):
+    if has_schedule_free_optimizer(ckpt):
         try:
             free = find_free_parameters(ckpt)
         except Unsupported:
@@ -305,7 +319,7 @@ def describe_weight_sets(ckpt: Checkpoint) -> list[dict[str, Any]]:
         if any(of.train_mode for of in free.values()):
             size = sum(of.z.nbytes for of in free.values())
             rows.append(("schedule-free-x", len(free), size, "average, computed of y and z"))
-    beside = find_averages_beside(ckpt).items()
+    beside = find_unread_averages(ckpt).items()
     rows += [(name, None, size, "beside the checkpoint, by its name an average") for name, size in beside]
     return [
         {"key": key, "tensors": tensors, "bytes": nbytes, "what": what, "option": argument("weights", key)}

@@ -14,25 +14,25 @@ __all__ = [
     "broadcast_bytes",
     "do_all_ranks_meet",
     "gather_objects",
-    "rank_and_world",
+    "get_rank_and_world_size",
+    "run_on_all_ranks",
     "run_on_first_rank",
-    "run_together",
     "union_over_ranks",
 ]
 
 T = TypeVar("T")
 
 
-def _in_job() -> bool:
+def _is_in_job() -> bool:
     """Tell whether torch.distributed is initialised in this process."""
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
 
 
-def rank_and_world() -> tuple[int, int]:
-    """Return (this rank, number of ranks); (0, 1) in a process without a job."""
-    if not _in_job():
+def get_rank_and_world_size() -> tuple[int, int]:
+    """Return (rank, world size); (0, 1) in a process without torch.distributed."""
+    if not _is_in_job():
         return 0, 1
     import torch.distributed as dist
 
@@ -40,8 +40,10 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def union_over_ranks(names: set[str]) -> set[str]:
-    """Return the union of the sets that all ranks give: with pipeline parallelism each knows a part of the model's
-    names. A collective, which every rank has to call."""
+    """Return the union of the sets of all ranks. A collective, which every rank has to call.
+
+    With pipeline parallelism each rank knows only a part of the model's names.
+    """
     return set().union(*gather_objects(names))
 
 
@@ -53,7 +55,7 @@ def gather_objects(mine: Any, group: Any = None) -> list[Any]:
         mine: what this rank gives; it is pickled.
         group: process group of torch; None for all ranks.
     """
-    if not _in_job():
+    if not _is_in_job():
         return [mine]
     import torch.distributed as dist
 
@@ -66,9 +68,11 @@ _met = itertools.count()
 
 
 def do_all_ranks_meet(seconds: float) -> bool:
-    """Tell whether every rank of the job calls this within some seconds, each as often as the others. Unlike in a
-    collective, no rank waits longer for one that does not come."""
-    if not _in_job():
+    """Whether every rank of the job calls this function within `seconds`. All ranks have to call it equally often.
+
+    Unlike a collective, it does not wait longer for a rank that does not come, and returns False instead.
+    """
+    if not _is_in_job():
         return True
     import torch.distributed as dist
 
@@ -87,7 +91,7 @@ def broadcast_bytes(data: bytes | None, source: int) -> bytes:
         data: the bytes; None on ranks other than `source`.
         source: the rank that sends.
     """
-    if not _in_job():
+    if not _is_in_job():
         assert data is not None
         return data
     import torch.distributed as dist
@@ -112,23 +116,23 @@ def run_on_first_rank(make: Callable[[], T]) -> T:
         if rank == 0:
             made = make()
 
-    rank, _ = rank_and_world()
-    run_together(act, "failed, so no rank goes on")
+    rank, _ = get_rank_and_world_size()
+    run_on_all_ranks(act, "failed, so no rank goes on")
     found: T = pickle.loads(broadcast_bytes(pickle.dumps(made) if rank == 0 else None, 0))
     return found
 
 
-def run_together(act: Callable[[], object], then: str = "cannot load the checkpoint, so no rank does") -> None:
-    """Call a function on every rank. If it fails on one, all raise, so that no rank waits for the others forever. A
-    collective, which every rank has to call.
+def run_on_all_ranks(act: Callable[[], object], then: str = "cannot load the checkpoint, so no rank does") -> None:
+    """Call a function on every rank. If it fails on one rank, all ranks raise, so that none waits for another forever.
+    A collective, which every rank has to call.
 
     Args:
         act: the function; its result is dropped.
-        then: what the other ranks say of the one that failed, after "rank N".
+        then: how the message of the other ranks continues after "rank N", the rank that failed.
 
     Raises:
-        CkpttoolError: it failed on another rank; of the same class where that was an error of errors.py. A rank on
-            which it fails raises its own error.
+        CkpttoolError: the function failed on another rank; of the same class if that error was a CkpttoolError. A rank
+            on which it fails raises its own error.
     """
     error: Exception | None = None
     try:

@@ -15,20 +15,22 @@ __all__ = ["describe_fsdp1"]
 
 
 def _strip_wrappers(name: str) -> str:
-    """Return the name of a module or a parameter without the modules that wrappers (FSDP1, DDP, torch.compile) put into
-    it."""
+    """Return the name of a module or parameter without the modules that wrappers (FSDP1, torch.compile, activation
+    checkpointing) insert."""
     return ".".join(part for part in name.split(".") if part and part not in WRAPPERS)
 
 
 def describe_fsdp1(model: Any, optimizer: Any = None) -> dict[str, Any]:
-    """Describe what a checkpoint of a live FSDP1 model does not say, for --flat-layout; to be called on one rank.
+    """Describe the flat parameters of a live FSDP1 model, which its checkpoints do not, for --flat-layout. To be called
+    on one rank.
 
         json.dump(ckpttool.describe_fsdp1(model, optimizer), open("flat_layout.json", "w"))
 
-    With the optimizer it also says which parameters its groups hold, in which order.
+    With the optimizer, the result also lists the parameters of its param groups, in order.
 
     Raises:
-        Unsupported: no module of the model is wrapped by FSDP1, or this torch keeps its flat parameters elsewhere.
+        Unsupported: no module of the model is wrapped by FSDP1, or this version of torch stores its flat parameters in
+            another way.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -62,12 +64,12 @@ def describe_fsdp1(model: Any, optimizer: Any = None) -> dict[str, Any]:
         for n, pad in zip(p._numels_with_padding, p._is_padding_mask, strict=True):
             if not pad:
                 fqn, shape, steps, contiguous = next(described)
-                parts.append(FlatPart(_join_clean(path, fqn), tuple(shape), at, None if contiguous else tuple(steps)))
+                parts.append(FlatPart(_join_fqn(path, fqn), tuple(shape), at, None if contiguous else tuple(steps)))
             at += n
         shared = tuple(
             (
-                _join_clean(path, f"{s.module_name}.{s.param_name}"),
-                _join_clean(path, f"{s.prim_module_name}.{s.prim_param_name}"),
+                _join_fqn(path, f"{s.module_name}.{s.param_name}"),
+                _join_fqn(path, f"{s.prim_module_name}.{s.prim_param_name}"),
             )
             for s in p._shared_param_infos
         )
@@ -91,7 +93,7 @@ def describe_fsdp1(model: Any, optimizer: Any = None) -> dict[str, Any]:
         path = _strip_wrappers(raw)
         temporary = getattr(module, "_non_persistent_buffers_set", ())
         own = [n for n, b in getattr(module, "_buffers", {}).items() if b is not None and n not in temporary]
-        names |= dict.fromkeys([*inside.get(path, ()), *(_join_clean(path, n) for n in own)])
+        names |= dict.fromkeys([*inside.get(path, ()), *(_join_fqn(path, n) for n in own)])
     groups = None
     if optimizer is not None:
         keys |= {id(p): _strip_wrappers(n) for n, p in model.named_parameters() if id(p) not in keys}
@@ -99,8 +101,12 @@ def describe_fsdp1(model: Any, optimizer: Any = None) -> dict[str, Any]:
     return to_json(FlatLayout(uop, shards, tuple(flats), tuple(names), groups))
 
 
-def _join_clean(module: str, name: str) -> str:
-    """Return the FQN of a parameter: the name of its module, which is free of wrappers or "", and its name in it, from
-    which wrappers are removed."""
+def _join_fqn(module: str, name: str) -> str:
+    """Return the FQN of a parameter without wrapper modules.
+
+    Args:
+        module: name of its module, without wrapper modules; "" for the root.
+        name: name of the parameter in that module.
+    """
     name = _strip_wrappers(name)
     return f"{module}.{name}" if module else name

@@ -15,12 +15,12 @@ __all__ = [
     "OWN_FLAGS",
     "OptimizerList",
     "Plans",
-    "create_state",
+    "create_optimizer_state",
+    "get_saved_groups_and_state",
     "list_optimizers",
-    "loaded_options",
-    "optimizer_by_parameter",
-    "remember_options",
-    "saved_groups_and_state",
+    "make_options_restorer",
+    "map_parameters_to_optimizers",
+    "select_loaded_options",
     "set_options",
 ]
 
@@ -58,26 +58,27 @@ class OptimizerList(list[Any]):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The param groups of all optimizers, one after the other, as torch's get_state_dict numbers them."""
+        """Return the param groups of all optimizers in one list, in the order in which torch's get_state_dict
+        numbers them."""
         return [group for optimizer in self for group in optimizer.param_groups]
 
     @property
     def state(self) -> Mapping[Any, Any]:
-        """The state of every parameter, {parameter: state}, whichever optimizer has it."""
+        """Return {parameter: state} of all optimizers."""
         return {p: state for optimizer in self for p, state in optimizer.state.items()}
 
     def step(self) -> None:
-        """Let each optimizer take a step."""
+        """Call `step()` of each optimizer."""
         for optimizer in self:
             optimizer.step()
 
     def zero_grad(self) -> None:
-        """Drop the gradients of the parameters of all optimizers."""
+        """Call `zero_grad()` of each optimizer."""
         for optimizer in self:
             optimizer.zero_grad()
 
 
-def optimizer_by_parameter(optimizers: Iterable[Any]) -> dict[int, Any]:
+def map_parameters_to_optimizers(optimizers: Iterable[Any]) -> dict[int, Any]:
     """Return {id() of a parameter: its optimizer}.
 
     Raises:
@@ -93,15 +94,15 @@ def optimizer_by_parameter(optimizers: Iterable[Any]) -> dict[int, Any]:
     return out
 
 
-def loaded_options(group: Mapping[str, object]) -> dict[str, Any]:
+def select_loaded_options(group: Mapping[str, object]) -> dict[str, Any]:
     """Return {name: value} of the options of a param group that a checkpoint may set: all but its parameters, their
     names, and `OWN_FLAGS`."""
     return {k: v for k, v in group.items() if k not in OWN_FLAGS and k not in ("params", "param_names")}
 
 
-def saved_groups_and_state(optimizer: Any) -> tuple[list[Mapping[str, Any]], dict[int, Any]]:
-    """Return (param groups, {id() of a parameter: its state}) that an optimizer would save, from its state_dict().
-    Where that has a form of its own, they are what the optimizer itself holds."""
+def get_saved_groups_and_state(optimizer: Any) -> tuple[list[Mapping[str, Any]], dict[int, Any]]:
+    """Return (param groups, {id() of a parameter: its state}) as an optimizer would save them, from its
+    state_dict(). If that has an unusual form, return the optimizer's live groups and state instead."""
     saved, groups = optimizer.state_dict(), optimizer.param_groups
     try:
         pairs = [
@@ -114,9 +115,9 @@ def saved_groups_and_state(optimizer: Any) -> tuple[list[Mapping[str, Any]], dic
         return groups, {id(p): state for p, state in optimizer.state.items()}
 
 
-def remember_options(groups: Iterable[dict[str, Any]]) -> Callable[[], None]:
-    """Return a function that gives these param groups back the options that they have now. A tensor among the options
-    (such as a learning rate) stays the same object and gets its old value."""
+def make_options_restorer(groups: Iterable[dict[str, Any]]) -> Callable[[], None]:
+    """Return a function that restores the present options of these param groups. A tensor among the options (such as
+    a learning rate) stays the same object and gets its present value again."""
     import torch
 
     before = [(g, {k: (v, _copy_mutable(v)) for k, v in g.items() if k != "params"}) for g in groups]
@@ -141,16 +142,16 @@ def _copy_mutable(x: Any) -> Any:
 
 
 def set_options(group: dict[str, Any], stored: Mapping[str, object]) -> dict[str, Any]:
-    """Set the options of a param group to those of a checkpoint's group, in the form in which the group has them, and
-    return {name: value that it must have afterwards}.
+    """Set the options of a param group to those of a checkpoint, converted to the types that the group has, and return
+    {name: value} of what was set.
 
     Args:
         group: the live param group; a tensor among its options is filled in place.
-        stored: the checkpoint's group.
+        stored: the checkpoint's param group.
     """
     import torch
 
-    want = {k: fit_to_live(x, group.get(k)) for k, x in loaded_options(stored).items()}
+    want = {k: fit_to_live(x, group.get(k)) for k, x in select_loaded_options(stored).items()}
     for k, x in want.items():
         held = group.get(k)
         if isinstance(held, torch.Tensor) and isinstance(x, torch.Tensor) and held.shape == x.shape:
@@ -162,16 +163,16 @@ def set_options(group: dict[str, Any], stored: Mapping[str, object]) -> dict[str
     return want
 
 
-def create_state(optimizer: Any, wanted: Sequence[object], plans: Plans) -> None:
-    """Let an optimizer create the state of some parameters by a step that changes nothing else.
+def create_optimizer_state(optimizer: Any, wanted: Sequence[object], plans: Plans) -> None:
+    """Let an optimizer create the state of some parameters, by a step that changes nothing else.
 
-    Gradients are zero and so is the learning rate, as in torch's own _init_optim_state; weights stay what they are. The
-    step is made with the options of the checkpoint, on which it depends what state there is (amsgrad, momentum). If it
-    fails with these, as that of a schedule-free optimizer that was saved in evaluation mode, it is made with those of
-    the job. Param groups are put back afterwards, since some optimizers count their steps there.
+    Gradients and the learning rate are zero, as in torch's own _init_optim_state, so weights keep their values. The
+    step uses the options of the checkpoint, since the slots depend on them (amsgrad, momentum). If that fails, as for a
+    schedule-free optimizer that was saved in evaluation mode, the step uses the options of the job. The options are
+    restored afterwards, since some optimizers count their steps in them.
 
     Args:
-        optimizer: its state is cleared before.
+        optimizer: the optimizer, whose state is cleared first.
         wanted: the parameters that get a state.
         plans: [(live param group, the checkpoint's group with its options)].
 
@@ -182,7 +183,7 @@ def create_state(optimizer: Any, wanted: Sequence[object], plans: Plans) -> None
 
     chosen = set(map(id, wanted))
     gradients = [(p, p.grad) for g in optimizer.param_groups for p in g["params"]]
-    restore = remember_options(optimizer.param_groups)
+    restore = make_options_restorer(optimizer.param_groups)
 
     def step() -> None:
         """Make a step of the optimizer with a learning rate of zero."""

@@ -28,9 +28,9 @@ from ..index.fqns import strip_wrappers
 from ..index.trees import nest
 from ..printable import list_first
 from . import job_optimizers
-from .collectives import broadcast_bytes, rank_and_world, run_together
-from .live_values import Keys, first_difference, fit_to_live, is_hollow, iterate_leaves, set_at
-from .plain_values import torch_dtype
+from .collectives import broadcast_bytes, get_rank_and_world_size, run_on_all_ranks
+from .live_values import Keys, find_first_difference, fit_to_live, has_no_leaves, iterate_leaves, set_value_at
+from .plain_values import to_torch_dtype
 from .reader import LiveReader, ReadRequest
 
 __all__ = ["LiveJob"]
@@ -59,7 +59,7 @@ class LiveJob:
             )
         self.model, self.scheduler, self.opened = model, scheduler, opened
         self.optimizers = job_optimizers.list_optimizers(optimizer)
-        self._owner = job_optimizers.optimizer_by_parameter(self.optimizers)
+        self._owner = job_optimizers.map_parameters_to_optimizers(self.optimizers)
         ckpt = self.ckpt = opened.ckpt
         self.entries: dict[str, TensorEntry | Value] = {**ckpt.tensors, **ckpt.values}
         self.notes = list(ckpt.notes)
@@ -99,15 +99,15 @@ class LiveJob:
         self._undo: list[Callable[[], None]] = []
 
     def share_small(self) -> None:
-        """Let rank 0 read the small tensors that every rank needs whole (options, counters, random states), and send
-        them to the others. A collective, which every rank has to call.
+        """Let rank 0 read the small tensors that every rank needs completely (options, counters, RNG states), and send
+        them to the other ranks. A collective, which every rank has to call.
 
-        What is in one small file of each of 512 ranks would otherwise be read 512 times.
+        A small file of each of 512 ranks would otherwise be read 512 times.
 
         Raises:
-            CkpttoolError: rank 0 cannot read one, on every rank.
+            CkpttoolError: rank 0 cannot read a tensor; raised on every rank.
         """
-        rank, world = rank_and_world()
+        rank, world = get_rank_and_world_size()
         if world == 1:
             return
         packed = b""
@@ -120,7 +120,7 @@ class LiveJob:
                 found = self._read_entries(named)
                 packed = pickle.dumps({n: t.reshape(-1).view(torch.uint8).numpy().tobytes() for n, t in found.items()})
 
-        run_together(read)
+        run_on_all_ranks(read)
         self.opened.small = pickle.loads(broadcast_bytes(packed if rank == 0 else None, 0))
 
     def _is_small(self, e: TensorEntry) -> bool:
@@ -147,7 +147,7 @@ class LiveJob:
             UsageError: the optimizer has a parameter that the model does not have.
         """
         problems = self._match_model(anywhere)
-        contents = [] if problems else self._compare_tied(self._tied_names())
+        contents = [] if problems else self._compare_tied(self._find_tied_names())
         if self.optimizers:
             problems += self._match_optimizer()
         if self.scheduler is not None:
@@ -157,28 +157,28 @@ class LiveJob:
             listing = "\n".join(f"  {text}" for text in [*contents, *problems])
             raise kind(f"{self.opened.path} does not fit the job:", listing=listing)
         self._read_rest()
-        for name in self._leaf_names(self.wanted, ()):
+        for name in self._iterate_leaf_names(self.wanted, ()):
             if self.opened.names.find(name) != name:
                 raise Unsupported(f'"{name}" is not in {self.opened.path}.', code="CKPT0338")
 
-    def _leaf_names(self, tree: Any, path: tuple[str, ...]) -> Iterator[str]:
+    def _iterate_leaf_names(self, tree: Any, path: tuple[str, ...]) -> Iterator[str]:
         """Yield the dotted names of the leaves of a nested state dict; `path` are the keys under which it lies in a
         larger one."""
         for key, x in tree.items():
             if isinstance(x, dict):
-                yield from self._leaf_names(x, (*path, str(key)))
+                yield from self._iterate_leaf_names(x, (*path, str(key)))
             else:
                 yield ".".join((*path, str(key)))
 
     def _match_model(self, anywhere: set[str]) -> list[str]:
-        """Compare the model, put its tensors and extra states into what is to be loaded, and return what does not fit,
-        a sentence each.
+        """Compare the model with the checkpoint, add its tensors to `wanted` and read its extra states. Return a
+        sentence for each difference.
 
         Args:
-            anywhere: the FQNs that some rank of the job has.
+            anywhere: the FQNs that at least one rank of the job has.
         """
         problems = []
-        tied = self._tied_names()
+        tied = self._find_tied_names()
         missing = [n for n in self.live if n not in self.stored and not any(m in self.stored for m in tied.get(n, ()))]
         surplus = [n for n in self.stored if n not in anywhere]
         if missing:
@@ -206,11 +206,11 @@ class LiveJob:
         return problems
 
     def _read_extra_states(self, anywhere: set[str]) -> None:
-        """Read what modules get through set_extra_state(), in the form in which their get_extra_state() returns it;
-        what cannot be loaded becomes a note.
+        """Read the extra states that modules load through set_extra_state(), in the form that their get_extra_state()
+        returns. A note is added on each that cannot be loaded.
 
         Args:
-            anywhere: the FQNs that some rank of the job has.
+            anywhere: the FQNs that at least one rank of the job has.
         """
         own: list[str] = []
         surplus = [n for fqn, names in self._stored_extra.items() if fqn not in anywhere for n in names]
@@ -218,7 +218,7 @@ class LiveJob:
             names = self._stored_extra.get(fqn, {})
             found = self._read_entries({n: self.entries[n] for n in names.values()})
             tree = {fqn: deepcopy(live)}
-            if names and _is_empty(live):  # nothing says which keys are no text
+            if names and _is_empty_state(live):  # nothing says which keys are no text
                 tree = nest(
                     {tuple(name.removeprefix(fqn).split(".")): found[n] for name, n in names.items() if n in found}
                 )
@@ -228,8 +228,8 @@ class LiveJob:
             for name, path, x in list(iterate_leaves(tree, names)):
                 if names.get(name) in found:
                     known.add(name)
-                    set_at(tree, path, fit_to_live(found[names[name]], x))
-                elif not is_hollow(x):
+                    set_value_at(tree, path, fit_to_live(found[names[name]], x))
+                elif not has_no_leaves(x):
                     own.append(name)
             surplus += names.keys() - known
             if known:
@@ -244,10 +244,10 @@ class LiveJob:
             )
 
     def _compare_tied(self, tied: Mapping[str, Sequence[str]]) -> list[str]:
-        """Compare what the checkpoint has for the names of one tied parameter, in the part of this rank, and keep one
-        name of each in `wanted`; returns what differs, a sentence each.
+        """Compare the checkpoint's tensors for the names of one tied parameter, in this rank's part, and keep one of
+        the names in `wanted`. Return a sentence for each difference.
 
-        If the index shows that they are the same bytes, nothing is read to compare them.
+        Nothing is read if the index shows that the tensors are the same bytes.
 
         Args:
             tied: {FQN: the other names of the same parameter}.
@@ -277,17 +277,17 @@ class LiveJob:
             (chunk,) = live.__create_chunk_list__()
             start = tuple(chunk.offsets)
         name = self.stored[fqn]
-        out = torch.empty(tuple(local.shape), dtype=torch_dtype(self.ckpt.tensors[name].dtype))
+        out = torch.empty(tuple(local.shape), dtype=to_torch_dtype(self.ckpt.tensors[name].dtype))
         if out.numel():
             self.opened.fill([ReadRequest(name, start, tuple(local.shape), out)])
         return out
 
-    def _tied_names(self) -> dict[str, list[str]]:
+    def _find_tied_names(self) -> dict[str, list[str]]:
         """Return {FQN of a parameter: the other FQNs of the same parameter, [] if it is not tied}."""
-        return {n: [m for m in group if m != n] for group in self._fqns_by_parameter().values() for n in group}
+        return {n: [m for m in group if m != n] for group in self._list_fqns_by_parameter().values() for n in group}
 
-    def _fqns_by_parameter(self) -> dict[int, list[str]]:
-        """Return {id() of a parameter: its FQNs, more than one if it is tied}."""
+    def _list_fqns_by_parameter(self) -> dict[int, list[str]]:
+        """Return {id() of a parameter: its FQNs, of which a tied parameter has several}."""
         raw = list(self.model.named_parameters(remove_duplicate=False))
         clean = strip_wrappers(n for n, _ in raw)
         out: dict[int, list[str]] = {}
@@ -298,12 +298,12 @@ class LiveJob:
     # ------------------------------------------------------------------------------------------------------ optimizer
 
     def _match_optimizer(self) -> list[str]:
-        """Compare the optimizers and their groups, let them create their state, and set their options; returns what
-        does not fit, a sentence each. What it changes is undone by `undo`.
+        """Compare the optimizers and their param groups with the checkpoint, let them create their state, and set their
+        options. Return a sentence for each difference. `undo` reverts what this changes.
 
         Raises:
             Unsupported: the checkpoint has no optimizer state.
-            DoesNotFit: an optimizer creates none.
+            DoesNotFit: an optimizer does not create its state.
             UsageError: an optimizer has a parameter that the model does not have.
         """
         if not any(e.component == "optim" for e in self.entries.values()):
@@ -311,7 +311,7 @@ class LiveJob:
                 f"{self.opened.path} has no optimizer state. Pass optimizer=None to load only the weights.",
                 code="CKPT0338",
             )
-        names = self._fqns_by_parameter()
+        names = self._list_fqns_by_parameter()
         state: dict[str, dict[str, str]] = {}  # FQN -> name of a leaf of its state -> canonical name
         for n, e in self.entries.items():
             if e.slot is not None:
@@ -341,12 +341,13 @@ class LiveJob:
                     used.add(fqn)
                     self._trained.append((p, fqn))
             plans.append((group, next(iter(found), None)))
-            distinct = {i: job_optimizers.loaded_options(groups[i]) for i in found}
+            distinct = {i: job_optimizers.select_loaded_options(groups[i]) for i in found}
             if len(found) > 1 and any(o != distinct[next(iter(found))] for o in distinct.values()):
                 problems.append(
                     f"param group {k} of the job has parameters that lie in different groups of the checkpoint: "
                     + "; ".join(
-                        f'"{found[i]}" in {i} ({_differing_options(o, distinct)})' for i, o in sorted(distinct.items())
+                        f'"{found[i]}" in {i} ({_describe_differing_options(o, distinct)})'
+                        for i, o in sorted(distinct.items())
                     )
                     + ". One of them would get the wrong options; build the optimizer with the same groups."
                 )
@@ -364,7 +365,7 @@ class LiveJob:
         if problems:
             return problems
         every = [g for g, _ in plans]
-        self._undo.append(job_optimizers.remember_options(every))
+        self._undo.append(job_optimizers.make_options_restorer(every))
         chosen = [(g, groups[i]) for g, i in plans if i is not None]
         problems = self._prepare_slots(state, chosen)
         # after the step that creates state, which counts in the param groups of some optimizers
@@ -375,7 +376,9 @@ class LiveJob:
                     f'the checkpoint has no param group with "{names[id(group["params"][0])][0]}"; the options of that '
                     "group are those of the job"
                 )
-            elif i is not None and (own := sorted(job_optimizers.loaded_options(group).keys() - groups[i].keys())):
+            elif i is not None and (
+                own := sorted(job_optimizers.select_loaded_options(group).keys() - groups[i].keys())
+            ):
                 self.notes.append(
                     f"param group {i} of the checkpoint has no {_list_names(own)}; those of param group {k} are the "
                     "job's "
@@ -393,8 +396,8 @@ class LiveJob:
         return {i: nest(found) for i, found in sorted(leaves.items())}
 
     def _read_entries(self, entries: Mapping[str, TensorEntry | Value]) -> dict[str, Any]:
-        """Read entries and return {name: plain data of a value, or the whole tensor on the CPU}; values of unknown
-        classes are left out, with a note.
+        """Read entries and return {canonical name: plain data of a value, or the complete tensor on the CPU}. Values of
+        unknown classes are left out, with a note.
 
         Args:
             entries: {canonical name: entry of the index}.
@@ -404,7 +407,7 @@ class LiveJob:
         for name, e in entries.items():
             if isinstance(e, TensorEntry):
                 data = bytearray(self.opened.small.get(name, b""))
-                out[name] = torch.empty(e.shape, dtype=torch_dtype(e.dtype))
+                out[name] = torch.empty(e.shape, dtype=to_torch_dtype(e.dtype))
                 if data:
                     out[name] = torch.frombuffer(data, dtype=out[name].dtype).reshape(e.shape)
                 elif e.numel:
@@ -419,17 +422,18 @@ class LiveJob:
         return out
 
     def _prepare_slots(self, state: dict[str, dict[str, str]], plans: job_optimizers.Plans) -> list[str]:
-        """Make the optimizers' state for every parameter that has one in the checkpoint, add its leaves to `wanted`,
-        and return what does not fit, a sentence each.
+        """Let the optimizers create their state for every parameter that has one in the checkpoint, and add its leaves
+        to `wanted`. Return a sentence for each difference.
 
-        The planner gets them flat, by the names that flattened checkpoints have ("GG.0" of a list of tensors).
+        torch's planner gets the leaves without nesting, under the names that flattened checkpoints have ("GG.0" in a
+        list of tensors).
 
         Args:
             state: {FQN: {name of a leaf of its state: canonical name}}.
             plans: [(live param group, the checkpoint's group with its options)].
 
         Raises:
-            DoesNotFit: an optimizer creates no state.
+            DoesNotFit: an optimizer does not create its state.
         """
         before = [(o, dict(o.state)) for o in self.optimizers]
 
@@ -445,7 +449,7 @@ class LiveJob:
             mine = [p for p, _ in self._trained if self._owner[id(p)] is optimizer]
             if not all(optimizer.state.get(p) for p in mine):
                 theirs = [(g, stored) for g, stored in plans if any(g is x for x in optimizer.param_groups)]
-                job_optimizers.create_state(optimizer, mine, theirs)
+                job_optimizers.create_optimizer_state(optimizer, mine, theirs)
             for p in [p for p in optimizer.state if id(p) not in wanted]:
                 del optimizer.state[p]
         problems: list[str] = []
@@ -460,23 +464,23 @@ class LiveJob:
                     slots[fqn][name] = x
                 elif entry is not None:
                     self._data[fqn, name] = self.opened.value(state[fqn][name])
-            problems += self._slot_problems(fqn, state[fqn])
+            problems += self._find_slot_problems(fqn, state[fqn])
             if len(problems) > 3:
                 break
         self.wanted["optim"] = {"state": slots}
         return problems
 
-    def _slot_problems(self, fqn: str, names: Mapping[str, str]) -> list[str]:
-        """Return how the optimizer's state of a parameter differs between job and checkpoint in names and shapes, a
-        sentence each; [] if it fits.
+    def _find_slot_problems(self, fqn: str, names: Mapping[str, str]) -> list[str]:
+        """Compare the optimizer state of one parameter between job and checkpoint, by names and shapes. Return a
+        sentence for each difference, [] if it fits.
 
         Args:
-            fqn: of the parameter.
-            names: {name of a leaf of its state: canonical name} of the checkpoint.
+            fqn: FQN of the parameter.
+            names: {name of a leaf of its state: canonical name} in the checkpoint.
         """
         live = {name: x for name, (_, x) in self._leaves[fqn].items()}
-        full = {k for k, n in names.items() if n in self.ckpt.tensors or not _is_empty(self.ckpt.values[n].data)}
-        if full - live.keys() or any(not is_hollow(x) for k, x in live.items() if k not in names):
+        full = {k for k, n in names.items() if n in self.ckpt.tensors or not _is_empty_state(self.ckpt.values[n].data)}
+        if full - live.keys() or any(not has_no_leaves(x) for k, x in live.items() if k not in names):
             return [
                 f'the optimizer\'s state of "{fqn}" is {_list_names(sorted(full))} in the checkpoint and '
                 f"{_list_names(sorted(live))} in the job: these are different optimizers."
@@ -484,7 +488,9 @@ class LiveJob:
         problems = []
         for name, x in live.items():
             entry = self.ckpt.tensors.get(names.get(name, ""))
-            if (fqn, name) in self._data and _tensor_shapes(x) != _tensor_shapes(fit_to_live(self._data[fqn, name], x)):
+            if (fqn, name) in self._data and _list_tensor_shapes(x) != _list_tensor_shapes(
+                fit_to_live(self._data[fqn, name], x)
+            ):
                 problems.append(f'"{name}" of "{fqn}" has tensors of other shapes in the checkpoint than in the job.')
             if entry is None or entry.shape == tuple(getattr(x, "shape", ())):
                 continue
@@ -497,7 +503,8 @@ class LiveJob:
     # ------------------------------------------------------------------------------------------------------- the rest
 
     def _match_scheduler(self) -> list[str]:
-        """Compare the scheduler, keep the state that it shall load, and return what does not fit, a sentence each.
+        """Compare the scheduler with the checkpoint, and keep the state that it is to load. Return a sentence for each
+        difference.
 
         Raises:
             DoesNotFit: the checkpoint has no scheduler state.
@@ -512,7 +519,7 @@ class LiveJob:
         if isinstance(tree, list) and len(tree) == 1:  # Lightning's list of schedulers, of one
             tree = tree[0]
         live = self.scheduler.state_dict()
-        filled = {k for k, x in live.items() if not is_hollow(x)}
+        filled = {k for k, x in live.items() if not has_no_leaves(x)}
         lacks = sorted(filled - set(tree)) if isinstance(tree, dict) else ["its keys"]
         if lacks:
             return [
@@ -522,7 +529,7 @@ class LiveJob:
                 "scheduler out, and set it up from the step that is loaded."
             ]
         for key, x in live.items():
-            if _holds_states(x) and isinstance(tree.get(key), (list, tuple)) and len(x) != len(tree[key]):
+            if _holds_scheduler_states(x) and isinstance(tree.get(key), (list, tuple)) and len(x) != len(tree[key]):
                 return [
                     f'"{key}" of the job\'s {type(self.scheduler).__name__} has {len(x)} schedulers, and that in the '
                     f"checkpoint has {len(tree[key])}. Build the scheduler as the job did that saved the checkpoint."
@@ -531,8 +538,8 @@ class LiveJob:
         return []
 
     def _read_rest(self) -> None:
-        """Read all that is neither model nor optimizer, nor the state of a scheduler that is loaded, into `rest`, and
-        set `step`. Large tensors are left out, with a note."""
+        """Read the entries that belong to neither model nor optimizer nor to a scheduler that is loaded into `rest`,
+        and set `step`. Large tensors are left out, with a note."""
         entries: dict[str, TensorEntry | Value] = {}
         for n, e in self.entries.items():
             component = e.component
@@ -562,11 +569,11 @@ class LiveJob:
             self._undo.pop()()
 
     def finish(self) -> None:
-        """Put into the job what torch's planner did not put there, and compare what the job would then save with what
-        is in the files. To be called after `match` and the load of torch.
+        """Load what torch's planner has not filled in place, and compare what the job would now save with the
+        checkpoint's files. To be called after `match` and torch's load.
 
         Raises:
-            Differs: with the first difference. The job is loaded in part, then.
+            Differs: with the first difference. The job is then partly loaded.
         """
         for p, fqn in self._trained:
             state, filled = self._owner[id(p)].state[p], self.wanted["optim"]["state"][fqn]
@@ -578,11 +585,11 @@ class LiveJob:
                 if isinstance(live, torch.Tensor):
                     live.copy_(want)
                 else:
-                    set_at(state, path, want)
-        self._load_strays()
+                    set_value_at(state, path, want)
+        self._load_unfilled_state()
         if self._scheduler_state is not None:
             self._load_scheduler(self._scheduler_state)
-        if (text := next(filter(None, self._differences()), None)) is not None:
+        if (text := next(filter(None, self._iterate_differences()), None)) is not None:
             raise Differs(
                 f"{self.opened.path} was loaded, but the job does not hold what is in the files: {text}. The job is "
                 "loaded in part now; do not train it. Look at the load_state_dict, the hooks and the set_extra_state "
@@ -594,7 +601,7 @@ class LiveJob:
         """Let the scheduler load its state.
 
         Raises:
-            Differs: the scheduler raises an error, as one of another class does.
+            Differs: its load_state_dict fails, as for the state of another class.
         """
         try:
             self.scheduler.load_state_dict(state)
@@ -608,49 +615,49 @@ class LiveJob:
                 code="CKPT0504",
             ) from e
 
-    def _load_strays(self) -> None:
+    def _load_unfilled_state(self) -> None:
         """Let modules load what torch's planner has not filled in place: extra states, and tensors of which a hook put
         copies into the state dict."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-        homes = {_memory_address(t) for t in (*self.model.parameters(), *self.model.buffers())}
-        stray = any(_memory_address(t) not in homes for t in self.wanted["model"].values() if t.numel())
+        homes = {_get_memory_address(t) for t in (*self.model.parameters(), *self.model.buffers())}
+        stray = any(_get_memory_address(t) not in homes for t in self.wanted["model"].values() if t.numel())
         state = {**(self.wanted["model"] if stray else {}), **self._extra_state}
         if state:
             set_model_state_dict(self.model, state, options=StateDictOptions(strict=False))
 
-    def _differences(self) -> Iterator[str | None]:
-        """Yield a clause about the first difference of each part of the job, between what it would save now and what is
-        in the files; None for a part without one.
+    def _iterate_differences(self) -> Iterator[str | None]:
+        """Compare what the job would save now with the checkpoint, and yield for each part of the job a clause about
+        its first difference, None if there is none.
 
         Bytes that the planner read straight into a tensor of the job are not read again: `LiveReader` compares their
-        digests where there are recorded ones, and a tensor whose memory is still the one that was filled holds what was
-        read, in the job's dtype. All else is compared whole, by value: tensors whose state dict has a copy, numbers,
-        options, the scheduler, extra states.
+        digests if there are recorded ones, and a tensor that still has the memory that was filled holds what was read,
+        in the job's dtype. Everything else is compared completely, by value: tensors that the state dict holds as
+        copies, numbers, options, the scheduler, extra states.
         """
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         saved = get_model_state_dict(self.model)
         for fqn, want in {**self.wanted["model"], **self._extra_state}.items():
-            if not (_is_extra_state(fqn) and _is_encoded(want)):
-                yield first_difference(saved.get(fqn), want, f"model.{fqn}")
+            if not (_is_extra_state(fqn) and _is_encoded_state(want)):
+                yield find_first_difference(saved.get(fqn), want, f"model.{fqn}")
         for optimizer in self.optimizers:
-            groups, states = job_optimizers.saved_groups_and_state(optimizer)
+            groups, states = job_optimizers.get_saved_groups_and_state(optimizer)
             for p, fqn in self._trained:
                 if self._owner[id(p)] is optimizer:
-                    yield from self._state_differences(fqn, states.get(id(p), {}))
+                    yield from self._iterate_state_differences(fqn, states.get(id(p), {}))
             for group, now in zip(optimizer.param_groups, groups, strict=True):
                 options = next((x for g, x in self._options if g is group), {})
-                yield first_difference({k: now[k] for k in options if k in now}, options, "optim.param_groups")
+                yield find_first_difference({k: now[k] for k in options if k in now}, options, "optim.param_groups")
         if self._scheduler_state is not None:
-            yield first_difference(self.scheduler.state_dict(), self._scheduler_state, "scheduler")
+            yield find_first_difference(self.scheduler.state_dict(), self._scheduler_state, "scheduler")
 
-    def _state_differences(self, fqn: str, saved: object) -> Iterator[str | None]:
-        """Yield a clause about the first difference in each leaf of the optimizer's state of one parameter; None for a
-        leaf without one.
+    def _iterate_state_differences(self, fqn: str, saved: object) -> Iterator[str | None]:
+        """Compare the optimizer state of one parameter with the checkpoint, and yield for each leaf a clause about its
+        first difference, None if there is none.
 
         Args:
-            fqn: of the parameter.
+            fqn: FQN of the parameter.
             saved: the state that the optimizer would save for it now.
         """
         filled = self.wanted["optim"]["state"][fqn]
@@ -663,7 +670,7 @@ class LiveJob:
             ):  # a number that the planner put there
                 want = entry.data
             if want is not None:
-                yield first_difference(now.get(name), fit_to_live(want, live), f"optim.state.{fqn}.{name}")
+                yield find_first_difference(now.get(name), fit_to_live(want, live), f"optim.state.{fqn}.{name}")
 
 
 def _is_extra_state(name: str) -> bool:
@@ -671,34 +678,34 @@ def _is_extra_state(name: str) -> bool:
     return _EXTRA_STATE.fullmatch(name) is not None
 
 
-def _is_encoded(x: object) -> bool:
-    """Tell whether an extra state is bytes of the module's own making (such as a pickle), in which one state may be
-    written in several ways."""
+def _is_encoded_state(x: object) -> bool:
+    """Whether an extra state is bytes that the module has encoded itself (such as a pickle), so that equal states
+    may differ in bytes."""
     return isinstance(x, bytes) or (isinstance(x, torch.Tensor) and x.dtype == torch.uint8 and x.dim() == 1)
 
 
-def _is_empty(x: object) -> bool:
+def _is_empty_state(x: object) -> bool:
     """Tell whether a state is None or a container without leaves."""
-    return x is None or is_hollow(x)
+    return x is None or has_no_leaves(x)
 
 
-def _tensor_shapes(x: object) -> dict[str, tuple[int, ...]]:
-    """Return {dotted name: shape} of the tensors inside a value, which may be a tensor itself."""
+def _list_tensor_shapes(x: object) -> dict[str, tuple[int, ...]]:
+    """Return {dotted name: shape} of the tensors inside a value; a tensor itself has the name ""."""
     return {name: tuple(t.shape) for name, _, t in iterate_leaves({"": x}, ()) if isinstance(t, torch.Tensor)}
 
 
-def _holds_states(x: object) -> bool:
-    """Tell whether it is a list or tuple of the states of schedulers, as SequentialLR has it."""
+def _holds_scheduler_states(x: object) -> bool:
+    """Whether a value is a list or tuple of state dicts of schedulers, as in SequentialLR's state."""
     return isinstance(x, (list, tuple)) and any(isinstance(y, Mapping) and y for y in x)
 
 
-def _memory_address(t: Any) -> int:
-    """Return the address at which this rank's part of a tensor begins."""
+def _get_memory_address(t: Any) -> int:
+    """Return the memory address of this rank's part of a tensor."""
     local = t.to_local() if hasattr(t, "to_local") else t
     return int(local.data_ptr())
 
 
-def _differing_options(options: Mapping[str, object], every: Mapping[int, Mapping[str, object]]) -> str:
+def _describe_differing_options(options: Mapping[str, object], every: Mapping[int, Mapping[str, object]]) -> str:
     """Return a text with those options of a param group in which it differs from another group: "lr 0.1, betas (0.9,
     0.95)"; "the same" if there are none.
 

@@ -14,56 +14,59 @@ from typing import Any
 
 from ..index.checkpoint import joined
 
-__all__ = ["Keys", "first_difference", "fit_to_live", "is_hollow", "iterate_leaves", "set_at"]
+__all__ = ["Keys", "find_first_difference", "fit_to_live", "has_no_leaves", "iterate_leaves", "set_value_at"]
 
 #: A path in a live object, of its own keys.
 Keys = tuple[Any, ...]
 
 
-def is_hollow(x: object) -> bool:
-    """Tell whether it is a container (mapping, list or tuple) in which there is no leaf at any depth; flattened
-    checkpoints do not have such ones."""
+def has_no_leaves(x: object) -> bool:
+    """Whether an object is a container (mapping, list or tuple) without a leaf at any depth; flattened checkpoints
+    do not store such containers."""
     if isinstance(x, Mapping):
-        return all(map(is_hollow, x.values()))
-    return isinstance(x, (list, tuple)) and all(map(is_hollow, x))
+        return all(map(has_no_leaves, x.values()))
+    return isinstance(x, (list, tuple)) and all(map(has_no_leaves, x))
 
 
 def fit_to_live(stored: object, live: object) -> Any:
-    """Return what was stored in the form that a live object has for it.
+    """Convert a value of a checkpoint to the types of the live object that it is for, and return it.
 
-    A stored key of text is the live key with that text. If the live object has no such key (a schedule with other
-    milestones), it becomes one of the type that all live keys have. Containers get the live object's types. A tensor
-    and a number stand for each other; tensors go to the live tensor's device, and those of one element also to its
-    dtype. Whatever the live object has no counterpart of stays as it was stored.
+    A text key becomes the live key with that text. If there is no such key (a scheduler with other milestones), it is
+    converted to the type that all live keys have. Containers get the live containers' types. A tensor of one element
+    and a number are converted to each other. Tensors are moved to the live tensor's device; those of one element also
+    get its dtype. Anything without a live counterpart stays as it was stored.
 
     Args:
         stored: value of the checkpoint.
-        live: the job's object in that place; None where it has none. It is not changed.
+        live: the job's object at that place, None if it has none; it is not changed.
     """
     import torch
 
     if isinstance(live, Mapping) and isinstance(stored, Mapping):
         keys = _match_keys(stored, live)
         found = {keys[k]: fit_to_live(x, live.get(keys[k])) for k, x in stored.items()}
-        return _in_container_of(live, found | {k: copy(x) for k, x in live.items() if k not in found and is_hollow(x)})
+        return _make_container_like(
+            live, found | {k: copy(x) for k, x in live.items() if k not in found and has_no_leaves(x)}
+        )
     if isinstance(live, (list, tuple, deque)) and isinstance(stored, (list, tuple, deque)):
         pairs = zip(stored, [*live, *[None] * len(stored)], strict=False)
         rest = live if len(live) == len(stored) else ()
         # DCP has nothing of an empty dict in a list, which leaves a hole there
-        items = [copy(y) if x is None and rest and is_hollow(y) else fit_to_live(x, y) for x, y in pairs]
-        return _in_container_of(live, items)
+        items = [copy(y) if x is None and rest and has_no_leaves(y) else fit_to_live(x, y) for x, y in pairs]
+        return _make_container_like(live, items)
     if isinstance(live, torch.Tensor):
         if isinstance(stored, (bool, int, float)) or (isinstance(stored, torch.Tensor) and stored.numel() == 1):
             number: Any = torch.as_tensor(stored, dtype=live.dtype, device=live.device)
             return number.reshape(live.shape) if live.numel() == 1 else number
-        return _place_like(stored, live) if isinstance(stored, torch.Tensor) else stored
+        return _move_like(stored, live) if isinstance(stored, torch.Tensor) else stored
     if isinstance(stored, torch.Tensor) and type(live) in (bool, int, float) and stored.numel() == 1:
         return stored.item()
     return stored
 
 
-def _place_like(stored: Any, live: Any) -> Any:
-    """Return a whole tensor on the device of the live one, and sharded as that one if that is a DTensor."""
+def _move_like(stored: Any, live: Any) -> Any:
+    """Return a complete tensor on the device of the live tensor; if that is a DTensor, as a DTensor with the same
+    mesh and placements."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     stored = stored.to(live.device)
@@ -73,20 +76,20 @@ def _place_like(stored: Any, live: Any) -> Any:
 
 
 def _match_keys(stored: Mapping[Any, object], live: Mapping[Any, object]) -> dict[Any, Any]:
-    """Return {stored key: the live object's key for it}; the stored keys themselves where two would become one."""
+    """Return {stored key: the live object's key for it}; all stored keys unchanged if two of them would become one."""
     texts = Counter(map(str, live))
     by_text = {str(k): k for k in live if texts[str(k)] == 1}
     kinds = {type(k) for k in live} or ({int} if isinstance(live, Counter) else set())
     kind = kinds.pop() if len(kinds) == 1 else str
     out = {}
     for k in stored:
-        out[k] = k if k in live else by_text.get(k, _key_from_text(kind, k)) if type(k) is str else k
+        out[k] = k if k in live else by_text.get(k, _parse_key(kind, k)) if type(k) is str else k
     return out if len(set(out.values())) == len(out) else {k: k for k in stored}
 
 
-def _key_from_text(kind: type, text: str) -> Any:
-    """Return the int or float that has this text, as `kind` says; the text itself where there is none, or for any other
-    kind."""
+def _parse_key(kind: type, text: str) -> Any:
+    """Convert the text of a key to an int or float, if `kind` is that type and the result has exactly this text;
+    otherwise return the text."""
     if kind not in (int, float):
         return text
     try:
@@ -96,7 +99,7 @@ def _key_from_text(kind: type, text: str) -> Any:
     return key if str(key) == text else text
 
 
-def _in_container_of(live: Any, items: Any) -> Any:
+def _make_container_like(live: Any, items: Any) -> Any:
     """Return the items in a container of the live object's class, with its settings (a deque's length, a default
     factory).
 
@@ -120,15 +123,16 @@ def _in_container_of(live: Any, items: Any) -> Any:
 
 
 def iterate_leaves(live: Any, names: Container[str], path: Keys = ()) -> Iterator[tuple[str, Keys, Any]]:
-    """Yield (name, path, value) of every leaf of a live object; leaves that are None are left out.
+    """Yield (name, path, value) of every leaf of a live object; leaves that are None are skipped.
 
-    The name is the path joined by dots, as flattened checkpoints have it. A container whose own name is among `names`
-    is a leaf: DCP stores lists of numbers whole, and any tuple; files of torch.save are read so where keys are no text.
+    The name is the path joined by dots, as in flattened checkpoints. A container whose own name is in `names` is one
+    leaf: DCP stores lists of numbers and all tuples as one value, and so does the reader of torch.save's files for
+    dicts whose keys are no text.
 
     Args:
         live: nested mappings, lists and tuples.
         names: names of leaves in the checkpoint.
-        path: keys under which `live` lies in a larger object, which names and paths begin with.
+        path: keys that lead to `live` in a larger object, with which names and paths begin.
     """
     name = joined(path)
     if path and (name in names or not isinstance(live, (Mapping, list, tuple)) or not live):
@@ -140,14 +144,14 @@ def iterate_leaves(live: Any, names: Container[str], path: Keys = ()) -> Iterato
         yield from iterate_leaves(x, names, (*path, key))
 
 
-def set_at(tree: Any, path: Keys, value: Any) -> Any:
+def set_value_at(tree: Any, path: Keys, value: Any) -> Any:
     """Set a value at a path of nested containers, and return the outermost one: the same object changed in place, or a
     new one if it is a tuple."""
     key, *rest = path
     if rest:
-        value = set_at(tree[key], tuple(rest), value)
+        value = set_value_at(tree[key], tuple(rest), value)
     if isinstance(tree, tuple):
-        return _in_container_of(tree, [value if k == key else x for k, x in enumerate(tree)])
+        return _make_container_like(tree, [value if k == key else x for k, x in enumerate(tree)])
     tree[key] = value
     return tree
 
@@ -155,28 +159,28 @@ def set_at(tree: Any, path: Keys, value: Any) -> Any:
 # --------------------------------------------------------------------------------------------------------- comparison
 
 
-def first_difference(live: object, want: object, name: str = "") -> str | None:
-    """Return a clause about the first place where a live object is not what it should be: '"milestones.3" is ... in the
-    checkpoint and ... in the job'; None where it is equal.
+def find_first_difference(live: object, want: object, name: str = "") -> str | None:
+    """Return a clause about the first place where a live object differs from the one that it should be: '"milestones.3"
+    is ... in the checkpoint and ... in the job'; None if they are equal.
 
-    Exact: types of containers and keys, the type of a number, the bits of a float or a tensor. Keys that only the live
-    object has are not compared. The device of a tensor does not count. Nor does an empty container where the live
-    object has None: a LambdaLR saves one of an object without attributes, and None of a function.
+    Types of containers and keys, types of numbers, and the bits of floats and tensors are compared exactly. Keys that
+    only the live object has, and the devices of tensors, are not compared. An empty container equals None in the live
+    object: a LambdaLR saves an empty dict for a callable without attributes, and None for a function.
 
     Args:
-        live: what the job has.
-        want: what it should have.
-        name: of the object, for the text; "" at the outermost.
+        live: the job's object.
+        want: what it should be.
+        name: name of the object for the text; "" for the outermost.
     """
     import torch
 
-    if live is None and isinstance(want, (Mapping, list, tuple)) and is_hollow(want):
+    if live is None and isinstance(want, (Mapping, list, tuple)) and has_no_leaves(want):
         return None
     if isinstance(want, Mapping) and type(live) is type(want):
         lacks = [k for k in want if k not in live]
         if lacks:
             shown = _show_value(want[lacks[0]])
-            return f'"{_child_name(name, lacks[0])}" is {shown} in the checkpoint, and the job has none'
+            return f'"{_join_name(name, lacks[0])}" is {shown} in the checkpoint, and the job has none'
         pairs = [(k, live[k], x) for k, x in want.items()]
     elif isinstance(want, (list, tuple, deque)) and type(live) is type(want) and len(live) == len(want):
         pairs = [(k, x, y) for k, (x, y) in enumerate(zip(live, want, strict=True))]
@@ -184,19 +188,20 @@ def first_difference(live: object, want: object, name: str = "") -> str | None:
         return None if _is_same_tensor(live, want) else _describe_difference(name, live, want)
     else:
         return None if _is_same_value(live, want) else _describe_difference(name, live, want)
-    return next(filter(None, (first_difference(x, y, _child_name(name, k)) for k, x, y in pairs)), None)
+    return next(filter(None, (find_first_difference(x, y, _join_name(name, k)) for k, x, y in pairs)), None)
 
 
 def _describe_difference(name: str, live: object, want: object) -> str:
-    """Return a clause about two values that differ; `name` is where they lie, `want` is the one in the checkpoint."""
+    """Return a clause about two values that differ. `name` is their place, `live` the job's value, `want` the
+    checkpoint's."""
     a, b = _show_value(want), _show_value(live)
     if a == b:
         return f'"{name}" ({a}) has other numbers in the job than in the checkpoint'
     return f'"{name}" is {a} in the checkpoint and {b} in the job'
 
 
-def _child_name(name: str, key: object) -> str:
-    """Return the dotted name of an item of a container, whose own name may be ""."""
+def _join_name(name: str, key: object) -> str:
+    """Return the dotted name of an item in a container; `name` is that of the container, which may be ""."""
     return f"{name}.{key}" if name else str(key)
 
 

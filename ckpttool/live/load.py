@@ -19,7 +19,7 @@ from ..engine.opening import OpenCheckpoint, OpenOptions
 from ..errors import CkpttoolError
 from ..extras import require_packages
 from ..options import ReadKeywords, list_keywords
-from .collectives import run_together, union_over_ranks
+from .collectives import run_on_all_ranks, union_over_ranks
 from .shared_index import locate_together, open_together
 from .storage_reader import storage_reader
 
@@ -137,13 +137,13 @@ def load_opened(
         job.match(anywhere)
 
     try:
-        run_together(prepare)
+        run_on_all_ranks(prepare)
         assert job is not None
         job.share_small()
         anywhere = union_over_ranks({*job.live, *job.extra})
-        run_together(match)
+        run_on_all_ranks(match)
         _dcp_load(job.wanted, reader)
-        run_together(job.finish, "does not hold what is in the files, so no rank goes on")
+        run_on_all_ranks(job.finish, "does not hold what is in the files, so no rank goes on")
         return Loaded(job.step, job.rest, job.notes, reader.bytes_read, time.monotonic() - started)
     except BaseException:
         if job is not None:
@@ -152,11 +152,12 @@ def load_opened(
 
 
 def _dcp_load(state_dict: dict[str, Any], reader: object) -> None:
-    """Let torch fill a state dict in place by a StorageReader. A collective, which every rank has to call.
+    """Let torch.distributed.checkpoint fill a state dict in place from a StorageReader. A collective, which every rank
+    has to call.
 
     Raises:
-        CkpttoolError: an error of ours stopped it, on whatever rank.
-        CheckpointException: another one did (torch's, a BaseException).
+        CkpttoolError: ckpttool's own error stopped the load, on any rank.
+        CheckpointException: another error did (torch's class, a BaseException).
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load as dcp_load

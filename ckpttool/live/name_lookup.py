@@ -46,7 +46,7 @@ class NameLookup:
         if asked not in self._memo:
             found = {name: "" for name in (asked, self._own.get(asked, "")) if name in self._entries}
             if not found:
-                found = {name: way for name, way in self._aliases(asked) if name in self._entries}
+                found = {name: way for name, way in self._iterate_aliases(asked) if name in self._entries}
             if len(found) > 1:
                 raise Unsupported(
                     f'"{asked}" can mean {" or ".join(map(repr, sorted(found)))} of this checkpoint. Ask for it by one '
@@ -58,11 +58,11 @@ class NameLookup:
         return known[0] if known else None
 
     def check_consistent(self, asked: Iterable[str]) -> None:
-        """Check that the names of one state dict, those of a whole load, are understood in the same way; names that the
-        checkpoint lacks do not count.
+        """Check that all names of one state dict are understood in the same way; names that the checkpoint lacks are
+        ignored.
 
         Raises:
-            Unsupported: one name fits several entries, two names mean one tensor, or the names fit only if different
+            Unsupported: a name fits several entries, two names mean one tensor, or the names fit only if different
                 leading keys are removed.
         """
         meaning: dict[str, str] = {}
@@ -88,30 +88,31 @@ class NameLookup:
                 code="CKPT0338",
             )
 
-    def _aliases(self, asked: str) -> Iterator[tuple[str, str]]:
-        """Yield (canonical name that the job's name may mean, which need not exist; how it was understood): "" for a
-        name that begins with a component, "bare" for an FQN alone, "key K" where a leading key K was removed."""
+    def _iterate_aliases(self, asked: str) -> Iterator[tuple[str, str]]:
+        """Yield (canonical name that the job's name may mean, how it was understood); the canonical names need not
+        exist. The second is "" for a name that begins with a component, "bare" for an FQN alone, and "key K" if a
+        leading key K was removed."""
         top, _, rest = asked.partition(".")
-        yield from ((n, "") for n in self._spelled(asked))
+        yield from ((n, "") for n in self._iterate_spelled_names(asked))
         if top in COUNTERS:
             yield f"trainer.{asked}", ""
-        yield from ((n, "bare") for n in self._within("model", asked))
+        yield from ((n, "bare") for n in self._iterate_component_names("model", asked))
         if top in ("state", "param_groups"):
-            yield from ((n, "") for n in self._within("optim", asked))
+            yield from ((n, "") for n in self._iterate_component_names("optim", asked))
         if ROLES.get(rest.partition(".")[0]) in ("model", "optim"):
-            yield from ((n, f"key {top}") for n in self._spelled(rest))
+            yield from ((n, f"key {top}") for n in self._iterate_spelled_names(rest))
 
-    def _spelled(self, name: str) -> Iterator[str]:
-        """Yield the canonical names that a name may mean which begins with a word for a component ("optimizer.",
-        "state_dict."); none for other names."""
+    def _iterate_spelled_names(self, name: str) -> Iterator[str]:
+        """Yield the canonical names that a name may mean if its first part is a trainer's word for a component
+        ("optimizer.", "state_dict."); nothing for other names."""
         top, _, rest = name.partition(".")
         role = ROLES.get(top)
         if role and rest:
-            yield from self._within(role, rest)
+            yield from self._iterate_component_names(role, rest)
             if role == "optim" and rest.startswith("0."):  # Lightning's list of optimizers, of one
-                yield from self._within(role, rest[2:])
+                yield from self._iterate_component_names(role, rest[2:])
 
-    def _within(self, role: str, rest: str) -> Iterator[str]:
+    def _iterate_component_names(self, role: str, rest: str) -> Iterator[str]:
         """Yield the canonical names that the rest of a name may mean; they need not exist.
 
         Args:
@@ -120,18 +121,18 @@ class NameLookup:
         """
         yield f"{role}.{rest}"
         if role == "model":
-            yield from (f"model.{fqn}" for fqn in _without_wrappers(rest))
+            yield from (f"model.{fqn}" for fqn in _iterate_unwrapped_fqns(rest))
         elif role == "optim" and rest.startswith("state."):
-            yield from (f"optim.state.{fqn}" for fqn in _without_wrappers(rest[len("state.") :]))
+            yield from (f"optim.state.{fqn}" for fqn in _iterate_unwrapped_fqns(rest[len("state.") :]))
         elif role == "optim" and rest.startswith("param_groups."):
             fqn, _, key = rest[len("param_groups.") :].rpartition(".")
-            for name in (fqn, *_without_wrappers(fqn)):
+            for name in (fqn, *_iterate_unwrapped_fqns(fqn)):
                 yield from (f"optim.param_groups.{i}.{key}" for i in self._groups.get(name, ()))
 
 
-def _without_wrappers(fqn: str) -> Iterator[str]:
-    """Yield an FQN without the modules that wrappers (FSDP, torch.compile) put into it, and also without a leading
-    "module." of DDP."""
+def _iterate_unwrapped_fqns(fqn: str) -> Iterator[str]:
+    """Yield an FQN without wrapper modules (FSDP, torch.compile), and, if it then begins with DDP's "module.", also
+    without that."""
     stripped = strip_wrapper_modules(fqn)
     yield stripped
     if stripped.startswith("module."):

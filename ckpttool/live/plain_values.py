@@ -16,18 +16,17 @@ from ..formats.pickles import Global, Opaque, Ordered
 from ..formats.stored_tensors import Inline
 from ..index.checkpoint import NOT_TORCHS
 
-__all__ = ["is_lossless_cast", "to_plain", "torch_dtype"]
+__all__ = ["is_lossless_cast", "to_plain", "to_torch_dtype"]
 
 
 def to_plain(x: Any, name: str) -> Any:
-    """Return a value as objects that torch's planner may be given: plain data, and real numpy arrays and torch
-    constants.
+    """Convert a value to objects that torch's planner may get: plain data, real numpy arrays and torch constants.
 
-    Only bytes and numbers of the checkpoint take part: an array is made of its dtype, its shape and its bytes.
+    An array is made of its dtype, shape and bytes; no code that the checkpoint names is called.
 
     Args:
-        x: the inert data that was parsed of a pickle.
-        name: of the entry, for messages.
+        x: the inert data that was parsed from a pickle.
+        name: name of the entry, for messages.
 
     Raises:
         Unsupported: it holds an instance of any other class.
@@ -40,15 +39,15 @@ def to_plain(x: Any, name: str) -> Any:
         import torch
 
         if not x.data:
-            return torch.empty(x.shape, dtype=torch_dtype(x.dtype))
-        return torch.frombuffer(bytearray(x.data), dtype=torch_dtype(x.dtype)).reshape(x.shape)
+            return torch.empty(x.shape, dtype=to_torch_dtype(x.dtype))
+        return torch.frombuffer(bytearray(x.data), dtype=to_torch_dtype(x.dtype)).reshape(x.shape)
     if isinstance(x, Global):
         import torch
 
         found = getattr(torch, x.name, None) if x.module == "torch" else None
         if isinstance(found, torch.dtype):
             return found
-        raise _foreign_class(x, name)
+        raise _make_foreign_class_error(x, name)
     if isinstance(x, Opaque):
         return _rebuild_known_class(x, name)
     if isinstance(x, Ordered):
@@ -60,7 +59,7 @@ def to_plain(x: Any, name: str) -> Any:
     raise Unsupported(f'"{name}" holds a {type(x).__name__}, which cannot be given to a job.', code="CKPT0307")
 
 
-def _foreign_class(cls: object, name: str) -> Unsupported:
+def _make_foreign_class_error(cls: object, name: str) -> Unsupported:
     """Return the error for an instance of a class that is not rebuilt; it is not raised.
 
     Args:
@@ -91,7 +90,7 @@ def _rebuild_known_class(x: Opaque, name: str) -> Any:
             return _rebuild_dtype(x)
         if cls.module in ("numpy.core.multiarray", "numpy._core.multiarray") and cls.name == "scalar":
             dtype = _rebuild_dtype(args[0])
-            return np.frombuffer(_checked_bytes(args[1], dtype.itemsize), dtype)[0]
+            return np.frombuffer(_require_bytes(args[1], dtype.itemsize), dtype)[0]
         if cls.name == "_reconstruct" and args and args[0] == Global("numpy", "ndarray"):
             _, shape, described, column_major, data = x.state
             return _rebuild_array(data, _rebuild_dtype(described), shape, "F" if column_major else "C")
@@ -102,13 +101,13 @@ def _rebuild_known_class(x: Opaque, name: str) -> Any:
             import torch
 
             return (
-                torch.Size(map(_checked_natural, args[0]))
+                torch.Size(map(_require_natural, args[0]))
                 if cls.name == "Size"
-                else torch.device(*map(_checked_word, args))
+                else torch.device(*map(_require_text_or_int, args))
             )
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError):
         pass
-    raise _foreign_class(cls, name)
+    raise _make_foreign_class_error(cls, name)
 
 
 _FACTORIES = {"int": int, "long": int, "float": float, "list": list, "dict": dict, "set": set, "str": str, "bool": bool}
@@ -136,7 +135,7 @@ def _rebuild_collection(x: Opaque, name: str) -> Any:
 
 
 def _rebuild_dtype(x: object) -> Any:
-    """Return the dtype of numbers that numpy has pickled.
+    """Rebuild a numpy dtype of numbers from its parsed pickle.
 
     Raises:
         ValueError: it is something else.
@@ -152,64 +151,64 @@ def _rebuild_dtype(x: object) -> Any:
 
 
 def _rebuild_array(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
-    """Return a new numpy array of its bytes.
+    """Return a new numpy array with these bytes as its elements.
 
     Args:
         data: the bytes.
-        dtype: numpy's.
+        dtype: dtype of numpy.
         shape: a tuple of natural numbers.
-        order: "C" or "F", how the elements lie in the bytes.
+        order: "C" or "F", the order of the elements in the bytes.
 
     Raises:
-        ValueError: the bytes are not as many, or an argument is malformed.
+        ValueError: the number of bytes does not fit, or an argument is malformed.
     """
     import numpy as np
 
     if order not in ("C", "F") or not isinstance(shape, tuple):
         raise ValueError
-    raw = _checked_bytes(data, prod(map(_checked_natural, shape)) * dtype.itemsize)
+    raw = _require_bytes(data, prod(map(_require_natural, shape)) * dtype.itemsize)
     return np.frombuffer(raw, dtype).reshape(shape, order=order).copy(order="K")
 
 
-def _checked_bytes(data: object, n: int) -> bytes:
-    """Return data as bytes, if it is `n` bytes.
+def _require_bytes(data: object, n: int) -> bytes:
+    """Return `data` as bytes.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is not bytes or a bytearray, or not `n` bytes long.
     """
     if not isinstance(data, (bytes, bytearray)) or len(data) != n:
         raise ValueError
     return bytes(data)
 
 
-def _checked_natural(n: object) -> int:
-    """Return `n` itself, if it is an int of at least 0.
+def _require_natural(n: object) -> int:
+    """Return `n` unchanged.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is not an int of at least 0.
     """
     if type(n) is not int or n < 0:
         raise ValueError
     return n
 
 
-def _checked_word(x: object) -> Any:
-    """Return `x` itself, if it is a text or an int.
+def _require_text_or_int(x: object) -> Any:
+    """Return `x` unchanged.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is neither a str nor an int.
     """
     if type(x) not in (str, int):
         raise ValueError
     return x
 
 
-def torch_dtype(name: str) -> Any:
-    """Return the torch.dtype of a name such as "bfloat16".
+def to_torch_dtype(name: str) -> Any:
+    """Return the torch.dtype for the name of a dtype, such as "bfloat16".
 
     Raises:
-        Unsupported: it is a dtype of checkpoints that torch has none for.
-        AttributeError: it is no dtype.
+        Unsupported: torch has no such dtype, though checkpoints do.
+        AttributeError: it is not the name of a dtype.
     """
     import torch
 
@@ -228,7 +227,7 @@ def is_lossless_cast(source: str, target: str) -> bool:
 
     if source in (target, "bool"):
         return True
-    a, b = torch_dtype(source), torch_dtype(target)
+    a, b = to_torch_dtype(source), to_torch_dtype(target)
     if b is torch.bool or (a.is_complex and not b.is_complex):
         return False
     a, b = (d.to_real() if d.is_complex else d for d in (a, b))

@@ -30,8 +30,8 @@ from ..index.records import Records
 from ..layouts import Layout
 from ..storage.source import Source
 from .name_lookup import NameLookup
-from .plain_values import is_lossless_cast, to_plain, torch_dtype
-from .scatter import ReadPiece, SlicePlanner, TensorLoader, Tuning, is_plain_memory, memory_of, part_of
+from .plain_values import is_lossless_cast, to_plain, to_torch_dtype
+from .scatter import ReadPiece, SlicePlanner, TensorLoader, Tuning, is_plain_memory, view_box, view_memory
 
 __all__ = ["LiveReader", "ReadRequest"]
 
@@ -105,7 +105,7 @@ class LiveReader:
     # ---------------------------------------------------------------------------------------------------- where it is
 
     def locate(self) -> None:
-        """Find the raw byte ranges of all tensors, for which every item's framing is parsed, and check the whole index.
+        """Find the raw byte ranges of all tensors, by parsing the headers of every item, and check the complete index.
 
         Raises:
             Corrupt: an item is damaged, or files of ranks do not belong together.
@@ -117,16 +117,15 @@ class LiveReader:
             self.ckpt = found
 
     def chunk_rows(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> list[int]:
-        """Return the positions, in `entry.chunks`, of the chunks that have elements of a box of a tensor.
+        """Return the positions, in `entry.chunks`, of the chunks that overlap a box of a tensor.
 
         Args:
             name: canonical name of the tensor.
-            start: first element of the box in each dimension.
-            shape: elements of the box in each dimension.
+            start, shape: start and shape of the box.
         """
         known = self._rows.get((name, start, shape))
         if known is None:
-            known = self._rows[name, start, shape] = _rows_meeting(self.ckpt.tensors[name], start, shape)
+            known = self._rows[name, start, shape] = _find_overlapping_chunks(self.ckpt.tensors[name], start, shape)
         return known
 
     def prepare(self, wanted: Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> None:
@@ -175,10 +174,10 @@ class LiveReader:
                 self._located[name, k] = chunk
 
     def _check_chunk(self, name: str, dtype: str, chunk: Chunk) -> None:
-        """Check that a chunk of the tensor `name`, of this dtype, lies inside its file.
+        """Check that a chunk of the tensor `name` lies inside its file and is as long as its box needs in this dtype.
 
         Raises:
-            Corrupt: it does not.
+            Corrupt: it does not, or is not.
         """
         file = self.ckpt.files[chunk.extent.file]
         check_chunk(name, dtype, chunk, file, self.source.size(file))
@@ -186,16 +185,16 @@ class LiveReader:
     # ---------------------------------------------------------------------------------------------------------- bytes
 
     def fill(self, wanted: Sequence[ReadRequest], compare: Iterable[str] | None = None) -> None:
-        """Read every box into its target, and compare the digests of whole tensors with those that were recorded.
+        """Read boxes into their targets, and compare the digests of complete tensors with the recorded ones.
 
         Args:
-            wanted: the boxes; a target of another dtype gets its values cast, with a warning if that may lose
-                something.
-            compare: canonical names of the tensors to compare; None for all. A tensor whose target holds all of its
-                bytes is hashed in memory; `check_recorded` reads the others again.
+            wanted: the boxes. If the target has another dtype, the numbers are cast, with a warning if that may change
+                them.
+            compare: canonical names of the tensors whose digests are compared; None for all. Only a tensor whose target
+                holds all of its bytes is compared here; `check_recorded` reads the other ones again.
 
         Raises:
-            Corrupt, SourceChanged: bytes are missing, damaged, or changed meanwhile.
+            Corrupt, SourceChanged: bytes are missing, damaged, or changed during the read.
             Unsupported: codes of quantised weights, or their scales, would be cast to the dtype of a target.
         """
         self._refuse_codes(wanted)
@@ -221,7 +220,7 @@ class LiveReader:
                 both = boxes.intersect((chunk.start, chunk.shape), (w.start, w.shape))
                 if both is None:
                     continue
-                place = part_of(target, tuple(a - b for a, b in zip(both[0], w.start, strict=True)), both[1])
+                place = view_box(target, tuple(a - b for a, b in zip(both[0], w.start, strict=True)), both[1])
                 if chunk.zstd is not None:
                     folded.append((w._replace(start=both[0], shape=both[1], target=place), chunk))
                     continue
@@ -287,19 +286,19 @@ class LiveReader:
                 and str(target.dtype) == f"torch.{entry.dtype}"
                 and is_plain_memory(target)
             ):
-                found[w.name] = blake3(memory_of(target, 0, entry.nbytes) if entry.nbytes else b"").hexdigest()
+                found[w.name] = blake3(view_memory(target, 0, entry.nbytes) if entry.nbytes else b"").hexdigest()
         self._check_digests(found)
 
     def check_recorded(self, names: Iterable[str]) -> None:
-        """Compare the digests of tensors with those that were recorded; what `fill` has not compared is read once more,
-        whole.
+        """Compare the digests of tensors with the recorded ones. Tensors that `fill` has not compared are read once
+        more, completely.
 
         Args:
-            names: canonical names; tensors without a recorded digest are passed over.
+            names: canonical names; tensors without a recorded digest are skipped.
 
         Raises:
             Corrupt: a tensor has another digest, or is damaged.
-            SourceChanged: a file was written to meanwhile.
+            SourceChanged: a file was written to during the read.
         """
         recorded = self.ckpt.recorded
         some = {n: self.ckpt.tensors[n] for n in names if n in recorded and n not in self._compared}
@@ -318,7 +317,7 @@ class LiveReader:
         self._check_digests(found)
 
     def _check_digests(self, found: Mapping[str, str]) -> None:
-        """Compare the digests {canonical name: BLAKE3 in hex} with those that were recorded.
+        """Compare digests, {canonical name: BLAKE3 in hex}, with the recorded ones.
 
         Raises:
             Corrupt: a digest differs.
@@ -343,7 +342,7 @@ class LiveReader:
         assert chunk.zstd is not None
         entry = self.ckpt.tensors[w.name]
         file = self.ckpt.files[chunk.extent.file]
-        dtype, target = torch_dtype(entry.dtype), w.target
+        dtype, target = to_torch_dtype(entry.dtype), w.target
         if target.dtype == torch.uint8 and ITEMSIZE[entry.dtype] == 1:
             dtype = torch.uint8
         at = tuple(a - b for a, b in zip(w.start, chunk.start, strict=True))
@@ -353,13 +352,13 @@ class LiveReader:
         left, taken = prod(w.shape), 0
         for start, shape in boxes.cut_into_slabs(chunk.shape, len(buffer) // ITEMSIZE[entry.dtype]):
             n = prod(shape) * ITEMSIZE[entry.dtype]
-            decoder.take(memory_of(buffer, 0, n))
+            decoder.take(view_memory(buffer, 0, n))
             taken += prod(shape)
             both = boxes.intersect((start, shape), (at, w.shape))
             if both is not None:
                 slab = buffer[:n].view(dtype).reshape(shape)
-                place = part_of(target, tuple(a - b for a, b in zip(both[0], at, strict=True)), both[1])
-                place.copy_(part_of(slab, tuple(a - b for a, b in zip(both[0], start, strict=True)), both[1]))
+                place = view_box(target, tuple(a - b for a, b in zip(both[0], at, strict=True)), both[1])
+                place.copy_(view_box(slab, tuple(a - b for a, b in zip(both[0], start, strict=True)), both[1]))
                 left -= prod(both[1])
             if not left:
                 break
@@ -368,9 +367,8 @@ class LiveReader:
         self.bytes_read += chunk.extent.length
 
 
-def _rows_meeting(entry: TensorEntry, start: Sequence[int], shape: Sequence[int]) -> list[int]:
-    """Return the positions, in `entry.chunks`, of the chunks that have elements of a box, given by its first element
-    and its shape."""
+def _find_overlapping_chunks(entry: TensorEntry, start: Sequence[int], shape: Sequence[int]) -> list[int]:
+    """Return the positions, in `entry.chunks`, of the chunks that overlap the box with this start and shape."""
     import numpy as np
 
     c = entry.chunks

@@ -25,9 +25,9 @@ from ..errors import Corrupt, SourceChanged
 from ..index import boxes
 from ..index.checkpoint import ITEMSIZE
 from ..storage.source import Source
-from .plain_values import torch_dtype
+from .plain_values import to_torch_dtype
 
-__all__ = ["ReadPiece", "SlicePlanner", "TensorLoader", "Tuning", "is_plain_memory", "memory_of", "part_of"]
+__all__ = ["ReadPiece", "SlicePlanner", "TensorLoader", "Tuning", "is_plain_memory", "view_box", "view_memory"]
 
 _VECTORS = 512  # ranges of memory in one preadv; IOV_MAX is 1024
 
@@ -68,14 +68,14 @@ class ReadPiece:
     every: int = 0
 
 
-def memory_of(t: Tensor, a: int, n: int) -> memoryview:
+def view_memory(t: Tensor, a: int, n: int) -> memoryview:
     """Return a view of the bytes [a, a + n) of a contiguous CPU tensor's memory. The caller must keep the tensor
     alive."""
     return memoryview((ctypes.c_char * n).from_address(t.data_ptr() + a)).cast("B")
 
 
 def is_plain_memory(t: Tensor) -> bool:
-    """Tell whether a tensor is an ordinary one whose elements are one run of bytes in CPU memory."""
+    """Whether a tensor is an ordinary CPU tensor or parameter with contiguous elements."""
     return type(t) in (torch.Tensor, torch.nn.Parameter) and t.device.type == "cpu" and t.is_contiguous()
 
 
@@ -90,45 +90,48 @@ class SlicePlanner:
     def pieces(
         self, offset: int, shape: tuple[int, ...], steps: tuple[int, ...], target: Tensor
     ) -> Iterator[ReadPiece]:
-        """Yield the pieces to read for a box of a tensor in the file.
+        """Yield the pieces of the file to read for a box of a tensor.
 
         Args:
-            offset: byte of the file at which the box's first element is.
-            shape: elements of the box in each dimension.
-            steps: elements between neighbours in the file, in each dimension.
-            target: a tensor of that shape, where the box goes.
+            offset: byte of the file at which the first element of the box is.
+            shape: shape of the box.
+            steps: strides of the box in the file, in elements.
+            target: a tensor of that shape, into which the box is read.
         """
         order = sorted(range(len(shape)), key=lambda d: -steps[d])
         if order != list(range(len(shape))):
             shape, steps = tuple(shape[d] for d in order), tuple(steps[d] for d in order)
             target = target.permute(order)
-        yield from self._cut(offset, shape, steps, target)
+        yield from self._iterate_pieces(offset, shape, steps, target)
 
-    def _cut(self, offset: int, shape: tuple[int, ...], steps: tuple[int, ...], target: Tensor) -> Iterator[ReadPiece]:
-        """Yield the pieces to read for a box whose dimensions are sorted by their steps, the widest first.
+    def _iterate_pieces(
+        self, offset: int, shape: tuple[int, ...], steps: tuple[int, ...], target: Tensor
+    ) -> Iterator[ReadPiece]:
+        """Yield the pieces of the file to read for a box whose dimensions are sorted by their strides, the largest
+        first.
 
         Args:
-            offset: byte of the file at which the box's first element is.
-            shape: elements of the box in each dimension.
-            steps: elements between neighbours in the file, in each dimension.
-            target: a tensor of that shape, where the box goes.
+            offset: byte of the file at which the first element of the box is.
+            shape: shape of the box.
+            steps: strides of the box in the file, in elements.
+            target: a tensor of that shape, into which the box is read.
         """
         if boxes.is_row_major(shape, steps):
-            yield from self._flat(offset, shape, target)
+            yield from self._iterate_contiguous_pieces(offset, shape, target)
             return
         n, step, inner, inner_steps = shape[0], steps[0], shape[1:], steps[1:]
         if n == 1:
-            yield from self._cut(offset, inner, inner_steps, target[0])
+            yield from self._iterate_pieces(offset, inner, inner_steps, target[0])
             return
         width = boxes.span(inner, inner_steps)
         packed = boxes.is_row_major(inner, inner_steps)
         run = prod(inner) * self.item
         if step == 0:  # one row stands for all
             if width * self.item <= self.stage:
-                yield self._span(offset, width, shape, steps, target)
+                yield self._make_spanning_piece(offset, width, shape, steps, target)
             else:
                 for i in range(n):
-                    yield from self._cut(offset, inner, inner_steps, target[i])
+                    yield from self._iterate_pieces(offset, inner, inner_steps, target[i])
         elif (step - width) * self.item > self.tuning.gap_bytes or width * self.item > self.stage:
             if packed and run < self.tuning.long_run_bytes:
                 most = max(1, self.stage // run)
@@ -147,27 +150,42 @@ class SlicePlanner:
                     )
             else:
                 for i in range(n):
-                    yield from self._cut(offset + i * step * self.item, inner, inner_steps, target[i])
+                    yield from self._iterate_pieces(offset + i * step * self.item, inner, inner_steps, target[i])
         else:
             most = 1 + (self.stage // self.item - width) // step
             for a in range(0, n, most):
                 k = min(most, n - a)
                 at = offset + a * step * self.item
-                yield self._span(at, (k - 1) * step + width, (k, *inner), steps, target[a : a + k])
+                yield self._make_spanning_piece(at, (k - 1) * step + width, (k, *inner), steps, target[a : a + k])
 
-    def _span(self, offset: int, n: int, shape: tuple[int, ...], steps: tuple[int, ...], target: Tensor) -> ReadPiece:
-        """Return the piece of `n` elements of the file from byte `offset` on, of which the target, of this shape, takes
-        those that are `steps` elements apart."""
+    def _make_spanning_piece(
+        self, offset: int, n: int, shape: tuple[int, ...], steps: tuple[int, ...], target: Tensor
+    ) -> ReadPiece:
+        """Make one piece of `n` consecutive elements of the file, from which a strided box is copied to the target.
+
+        Args:
+            offset: byte of the file at which the piece begins.
+            n: number of elements.
+            shape: shape of the box.
+            steps: strides of the box in the piece, in elements.
+            target: a tensor of that shape.
+        """
         return ReadPiece(self.file, offset, n * self.item, None, target, self.dtype, steps)
 
-    def _flat(self, offset: int, shape: tuple[int, ...], target: Tensor) -> Iterator[ReadPiece]:
-        """Yield the pieces to read for a box, of this shape, that is one run of bytes in the file from byte `offset`
-        on: straight into the target's memory where that is possible."""
+    def _iterate_contiguous_pieces(self, offset: int, shape: tuple[int, ...], target: Tensor) -> Iterator[ReadPiece]:
+        """Yield the pieces of the file to read for a box that is one contiguous byte range; they go straight into the
+        target's memory if possible.
+
+        Args:
+            offset: byte of the file at which the box begins.
+            shape: shape of the box.
+            target: a tensor of that shape, into which the box is read.
+        """
         n = prod(shape) * self.item
         if not self.casts and is_plain_memory(target):
             for a in range(0, n, self.stage):
                 k = min(self.stage, n - a)
-                yield ReadPiece(self.file, offset + a, k, memory_of(target, a, k), target, self.dtype)
+                yield ReadPiece(self.file, offset + a, k, view_memory(target, a, k), target, self.dtype)
             return
         for start, size in boxes.cut_into_slabs(shape, max(1, self.stage // self.item)):
             at = offset + boxes.flat_start(shape, start) * self.item
@@ -176,14 +194,14 @@ class SlicePlanner:
                 at,
                 prod(size) * self.item,
                 None,
-                part_of(target, start, size),
+                view_box(target, start, size),
                 self.dtype,
                 boxes.strides(size),
             )
 
 
-def part_of(t: Tensor, start: Sequence[int], size: Sequence[int]) -> Tensor:
-    """Return a view of a box of a tensor, given by its first element and its size in each dimension."""
+def view_box(t: Tensor, start: Sequence[int], size: Sequence[int]) -> Tensor:
+    """Return a view of the box of a tensor with this start and shape (`size`)."""
     for d, (a, k) in enumerate(zip(start, size, strict=True)):
         if k != t.shape[d]:
             t = t.narrow(d, a, k)
@@ -191,8 +209,8 @@ def part_of(t: Tensor, start: Sequence[int], size: Sequence[int]) -> Tensor:
 
 
 def _group_pieces(pieces: Iterable[ReadPiece], tuning: Tuning) -> Iterator[list[ReadPiece]]:
-    """Yield groups of pieces that are read with one call: neighbours in a file, in order, as many as one staging buffer
-    takes."""
+    """Yield groups of pieces that one call reads: neighbours in one file, in order, at most as many as a staging
+    buffer holds."""
     group: list[ReadPiece] = []
     end = total = 0
     for p in sorted(pieces, key=lambda p: (p.file, p.offset)):
@@ -241,7 +259,7 @@ class TensorLoader:
             self._streams[device] = torch.cuda.current_stream(device)  # the copies come after what the job has queued
         groups, total = list(_group_pieces(pieces, self.tuning)), sum(p.length for p in pieces)
         try:
-            threads = self.tuning.threads or _default_threads()
+            threads = self.tuning.threads or _choose_thread_count()
             if threads == 1 or len(groups) == 1:
                 for group in groups:
                     self._read_group(group)
@@ -262,7 +280,7 @@ class TensorLoader:
         target."""
         device = next((p.target.device for p in group if p.target.device.type == "cuda"), None)
         staged = [p for p in group if p.memory is None]
-        buffer, slot = self._staging_buffer(device, sum(p.length + 16 for p in staged)) if staged else (None, None)
+        buffer, slot = self._get_staging_buffer(device, sum(p.length + 16 for p in staged)) if staged else (None, None)
         places: list[memoryview] = []
         at: list[int] = []
         used = 0
@@ -270,7 +288,7 @@ class TensorLoader:
             if p.memory is None:
                 at.append(used)
                 assert buffer is not None
-                places.append(memory_of(buffer, used, p.length))
+                places.append(view_memory(buffer, used, p.length))
                 used += -(-p.length // 16) * 16
             else:
                 places.append(p.memory)
@@ -290,14 +308,14 @@ class TensorLoader:
                     self._copy_to_target(p, buffer, a)
 
     def _copy_to_target(self, p: ReadPiece, buffer: Any, a: int) -> None:
-        """Copy the bytes of a piece, which begin at byte `a` of the staging buffer, to its target. For a GPU they are
-        moved there as they are, and cast and put in order there."""
+        """Copy a piece from the staging buffer, where it begins at byte `a`, to its target. For a GPU the bytes are
+        moved first, and cast and reordered there."""
         raw = buffer[a : a + p.length]
         if p.target.device.type == "cuda":
             raw = raw.to(p.target.device, non_blocking=True)
-        p.target.copy_(raw.view(torch_dtype(p.dtype)).as_strided(p.target.shape, p.strides))
+        p.target.copy_(raw.view(to_torch_dtype(p.dtype)).as_strided(p.target.shape, p.strides))
 
-    def _staging_buffer(self, device: object, n: int) -> tuple[Any, Any]:
+    def _get_staging_buffer(self, device: object, n: int) -> tuple[Any, Any]:
         """Return (a staging buffer of this thread, an event of CUDA after which it may be used again); the event is
         None without a GPU.
 
@@ -337,28 +355,29 @@ class TensorLoader:
                 views.append(memoryview(bytearray(p.offset - end)))
             views.append(place)
             end = p.offset + p.length
-        self._read(group[0].file, group[0].offset, views)
+        self._read_consecutive(group[0].file, group[0].offset, views)
 
     def _read_runs(self, p: ReadPiece, place: memoryview) -> None:
-        """Read the runs of a piece (bytes at equal distances in the file) one after the other, packed into `place`."""
+        """Read the runs of a strided piece (equally long, at equal distances in the file) one after the other into
+        `place`, without gaps."""
         for i in range(p.length // p.run):
-            self._read(p.file, p.offset + i * p.every, [place[i * p.run : (i + 1) * p.run]])
+            self._read_consecutive(p.file, p.offset + i * p.every, [place[i * p.run : (i + 1) * p.run]])
 
-    def _count(self, n: int) -> None:
-        """Add `n` to the bytes read so far; safe in many threads."""
+    def _count_bytes(self, n: int) -> None:
+        """Add `n` to the number of bytes read so far; thread-safe."""
         with self._lock:
             self.bytes_read += n
 
-    def _read(self, file: int, offset: int, views: list[memoryview]) -> None:
-        """Read consecutive bytes of a file, from byte `offset` on, into several pieces of memory, one after the other.
+    def _read_consecutive(self, file: int, offset: int, views: list[memoryview]) -> None:
+        """Read consecutive bytes of a file into several pieces of memory, one after the other.
 
         Args:
             file: position in `files`.
-            offset: first byte.
-            views: the memory; the list is used up.
+            offset: first byte of the file to read.
+            views: the pieces of memory; the list is emptied.
 
         Raises:
-            Corrupt: they cannot be read.
+            Corrupt: the bytes cannot be read.
             SourceChanged: the file became shorter.
         """
         name, left = self.files[file], sum(map(len, views))
@@ -369,7 +388,7 @@ class TensorLoader:
                     self.source.readinto(name, offset, view)
                 else:
                     view[:], together = together[: len(view)], together[len(view) :]
-            self._count(left)
+            self._count_bytes(left)
             return
         with self.source.borrow_fd(name) as fd:
             while left:
@@ -384,7 +403,7 @@ class TensorLoader:
                         f"{os.path.join(self.source.root, name)} became shorter while it was read: it has no byte "
                         f"{offset}. Wait until it is written, or fetch it again."
                     )
-                self._count(n)
+                self._count_bytes(n)
                 left -= n
                 offset += n
                 while views and n >= len(views[0]):
@@ -393,8 +412,9 @@ class TensorLoader:
                     views[0] = views[0][n:]
 
 
-def _default_threads() -> int:
-    """Return the number of reader threads of one rank: two to four where the machine has the cores for them."""
+def _choose_thread_count() -> int:
+    """Return the number of reader threads of one rank: one to four, by the number of cores for each rank of this
+    machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
     return max(1, min(4, cores // ranks))

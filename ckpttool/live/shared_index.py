@@ -34,9 +34,9 @@ from ..index.records import Records
 from ..printable import printable
 from ..storage import urls
 from ..storage.source import Source
-from .collectives import broadcast_bytes, gather_objects, rank_and_world, run_together
+from .collectives import broadcast_bytes, gather_objects, get_rank_and_world_size, run_on_all_ranks
 
-__all__ = ["locate_together", "look_together", "open_alone", "open_together"]
+__all__ = ["locate_together", "open_alone", "open_index_together", "open_together"]
 
 _COLUMNS = ("start", "shape", "file", "offset", "length")
 
@@ -57,7 +57,7 @@ def open_alone(
         CkpttoolError: it cannot be opened, or must not be loaded.
     """
     opened = _raise_problem(*_open_and_check(path, options, ignore_recorded_digests))
-    return _close_on_failure(opened, opened.locate) if rank_and_world()[1] == 1 else opened
+    return _close_on_failure(opened, opened.locate) if get_rank_and_world_size()[1] == 1 else opened
 
 
 def _open_and_check(
@@ -76,7 +76,7 @@ def _open_and_check(
     """
     opened = opening.open_checkpoint(path, options)
     try:
-        if not is_framed(opened.checkpoint):
+        if not has_unparsed_items(opened.checkpoint):
             opened.locate()  # such a layout finds the names there, and has nothing to parse
         before = len(opened.checkpoint.notes)
         opened.expect_recorded(ignore_recorded_digests)
@@ -92,14 +92,15 @@ def _open_and_check(
 
 
 def _raise_problem(opened: opening.OpenCheckpoint, problem: CkpttoolError | None) -> opening.OpenCheckpoint:
-    """Return the open checkpoint if there is no problem.
+    """Raise the error that forbids to load a checkpoint, after closing the checkpoint; without an error, return the
+    checkpoint.
 
     Args:
-        opened: closed if there is one.
-        problem: the error why it must not be loaded; None if it may be.
+        opened: the open checkpoint.
+        problem: the error; None if the checkpoint may be loaded.
 
     Raises:
-        CkpttoolError: the problem.
+        CkpttoolError: the error.
     """
     if problem is not None:
         opened.source.close()
@@ -108,8 +109,8 @@ def _raise_problem(opened: opening.OpenCheckpoint, problem: CkpttoolError | None
 
 
 def _close_on_failure(opened: opening.OpenCheckpoint, act: Callable[[], object]) -> opening.OpenCheckpoint:
-    """Call a function and return the open checkpoint; if the function fails, close the checkpoint's files and let its
-    error pass."""
+    """Call a function and return the open checkpoint. If the function raises, the checkpoint's files are closed
+    first."""
     try:
         act()
     except BaseException:
@@ -118,19 +119,19 @@ def _close_on_failure(opened: opening.OpenCheckpoint, act: Callable[[], object])
     return opened
 
 
-def is_framed(ckpt: Checkpoint) -> bool:
+def has_unparsed_items(ckpt: Checkpoint) -> bool:
     """Tell whether some tensors lie inside items (such as files of torch.save) that were not parsed, so that their raw
     byte ranges are not known."""
     return any(t.coding != "raw" for t in ckpt.tensors.values())
 
 
 def locate_tensors(opened: opening.OpenCheckpoint, some: dict[str, TensorEntry]) -> Checkpoint:
-    """Return an index of some tensors alone, with their raw byte ranges, for which their items are parsed; the ranges
-    are not checked.
+    """Parse the items of some tensors, and return an index of these tensors only, with their raw byte ranges, which are
+    not checked.
 
     Args:
         opened: the open checkpoint.
-        some: {canonical name: entry}, with those of its chunks that are wanted.
+        some: {canonical name: entry with the chunks that are wanted}.
 
     Raises:
         Corrupt: an item is damaged.
@@ -157,38 +158,40 @@ class _Shared:
 def open_together(
     path: str | os.PathLike[str], options: opening.OpenOptions, ignore_recorded_digests: bool = False
 ) -> opening.OpenCheckpoint:
-    """Open a checkpoint once for all ranks that see one place under the path, ready to be read from. A collective,
-    which every rank has to call.
+    """Open a checkpoint on all ranks, ready to be read from. A collective, which every rank has to call.
+
+    Of the ranks that see the same folder or file under the path, one reads the index for all.
 
     Args:
-        path: of the checkpoint.
+        path: path of the checkpoint.
         options: how it is read.
         ignore_recorded_digests: tensors will not be compared with their recorded digests.
 
     Raises:
-        CkpttoolError: on all ranks, where one of them cannot open it, or where files of ranks do not belong together.
-        Corrupt: two ranks see two checkpoints.
+        CkpttoolError: on all ranks, if one of them cannot open it, or if files of ranks do not belong together.
+        Corrupt: two ranks see different checkpoints.
     """
-    opened = _raise_problem(*look_together(path, options, ignore_recorded_digests))
+    opened = _raise_problem(*open_index_together(path, options, ignore_recorded_digests))
     return _close_on_failure(opened, lambda: locate_together(opened))
 
 
-def look_together(
+def open_index_together(
     path: str | os.PathLike[str], options: opening.OpenOptions, ignore_recorded_digests: bool = False
 ) -> tuple[opening.OpenCheckpoint, CkpttoolError | None]:
-    """Open a checkpoint on all ranks without parsing its items, and return (the open checkpoint, the error why it must
-    not be loaded or None). A collective, which every rank has to call.
+    """Open a checkpoint on all ranks without parsing its items. A collective, which every rank has to call.
+
+    Return (the open checkpoint, the error that forbids to load it or None).
 
     Args:
-        path: of the checkpoint.
+        path: path of the checkpoint.
         options: how it is read.
         ignore_recorded_digests: tensors will not be compared with their recorded digests.
 
     Raises:
-        CkpttoolError: on all ranks, where one of them cannot open it.
-        Corrupt: two ranks see two checkpoints.
+        CkpttoolError: on all ranks, if one of them cannot open it.
+        Corrupt: two ranks see different checkpoints.
     """
-    rank, world = rank_and_world()
+    rank, world = get_rank_and_world_size()
     if world == 1:
         return _open_and_check(path, options, ignore_recorded_digests)
     places = gather_objects(_identify_place(path))
@@ -202,22 +205,22 @@ def look_together(
         nonlocal out, problem, packed
         if rank == first:
             out, problem = _open_and_check(path, options, ignore_recorded_digests)
-            packed = _pack(out, problem)
+            packed = _pack_opened(out, problem)
 
     def follow() -> None:
         """Open what the first rank has sent, on the others."""
         nonlocal out, problem
         if out is None:
-            out, problem = _unpack(path, packed)
+            out, problem = _unpack_opened(path, packed)
 
     try:
-        run_together(read)
+        run_on_all_ranks(read)
         for leader in sorted({places.index(p) for p in places}):
             sent = broadcast_bytes(packed if rank == leader else None, leader)
             packed = sent if leader == first else packed
-        run_together(follow)
+        run_on_all_ranks(follow)
         assert out is not None
-        _refuse_other_state(path, gather_objects(_state_digests(out.checkpoint)))
+        _refuse_different_states(path, gather_objects(_compute_state_digests(out.checkpoint)))
     except BaseException:
         if out is not None:
             out.source.close()
@@ -227,8 +230,8 @@ def look_together(
 
 
 def _identify_place(path: str | os.PathLike[str]) -> tuple[Any, ...]:
-    """Return a tuple that is equal on two ranks if the path is the same folder or file for both: the URL, or the real
-    path and the time of its last change; (path, errno) if it cannot be looked at."""
+    """Return a tuple that is equal on two ranks if both see the same folder or file under the path: (URL,), or (real
+    path, time of its last change in ns), or (path, errno) if it cannot be accessed."""
     text = os.fspath(path)
     if urls.is_url(text):
         return (text,)
@@ -239,12 +242,12 @@ def _identify_place(path: str | os.PathLike[str]) -> tuple[Any, ...]:
     return os.path.realpath(text), found.st_mtime_ns
 
 
-def _pack(opened: opening.OpenCheckpoint, problem: CkpttoolError | None) -> bytes:
-    """Return the open checkpoint as compressed bytes, for `_unpack` on another rank.
+def _pack_opened(opened: opening.OpenCheckpoint, problem: CkpttoolError | None) -> bytes:
+    """Return an open checkpoint as compressed bytes, for `_unpack_opened` on another rank.
 
     Args:
         opened: what this rank has read.
-        problem: the error why it must not be loaded; None if it may be.
+        problem: the error that forbids to load it, or None.
     """
     ckpt = opened.checkpoint
     fields = {
@@ -262,16 +265,16 @@ def _pack(opened: opening.OpenCheckpoint, problem: CkpttoolError | None) -> byte
     return zlib.compress(pickle.dumps(shared, protocol=5), 1)
 
 
-def _unpack(path: str | os.PathLike[str], packed: bytes) -> tuple[opening.OpenCheckpoint, CkpttoolError | None]:
-    """Open the checkpoint that another rank has packed, and return (the open checkpoint, the error why it must not be
-    loaded or None).
+def _unpack_opened(path: str | os.PathLike[str], packed: bytes) -> tuple[opening.OpenCheckpoint, CkpttoolError | None]:
+    """Open a checkpoint from what another rank has packed. Return (the open checkpoint, the error that forbids to load
+    it or None).
 
     Args:
-        path: of the checkpoint, on this machine.
-        packed: what `_pack` returned.
+        path: path of the checkpoint on this machine.
+        packed: what `_pack_opened` returned.
 
     Raises:
-        SourceChanged: a file here is not the one that the other rank had.
+        SourceChanged: a file here differs from the one that the other rank had.
         CkpttoolError: it cannot be opened here.
     """
     shared: _Shared = pickle.loads(zlib.decompress(packed))
@@ -315,7 +318,7 @@ def _unpack_entries(packed: bytes) -> Iterable[tuple[str, TensorEntry]]:
         yield name, TensorEntry(dtype, shape, path, chunks, coding, wrapper)
 
 
-def _state_digests(ckpt: Checkpoint) -> tuple[str, ...]:
+def _compute_state_digests(ckpt: Checkpoint) -> tuple[str, ...]:
     """Return (digest of the tensors' names, dtypes and shapes; digest of the names and simple values), which are equal
     for two copies of one checkpoint."""
     from blake3 import blake3
@@ -325,12 +328,12 @@ def _state_digests(ckpt: Checkpoint) -> tuple[str, ...]:
     return tuple(blake3(repr(sorted(rows)).encode("utf-8", "surrogatepass")).hexdigest() for rows in (tensors, values))
 
 
-def _refuse_other_state(path: str | os.PathLike[str], found: list[tuple[str, ...]]) -> None:
+def _refuse_different_states(path: str | os.PathLike[str], found: list[tuple[str, ...]]) -> None:
     """Check that all ranks see one checkpoint.
 
     Args:
         path: of the checkpoint, for the message.
-        found: what `_state_digests` returned on each rank, in the order of ranks.
+        found: what `_compute_state_digests` returned on each rank, in the order of ranks.
 
     Raises:
         Corrupt: two ranks see different ones.
@@ -362,7 +365,7 @@ class _LocatedPart:
 
     @classmethod
     def of(cls, found: Checkpoint) -> _LocatedPart:
-        """Return what a part of the index says of its chunks and records, once their raw byte ranges were found."""
+        """Collect the raw byte ranges and CRC32s from an index of the chunks in one rank's files."""
         out = cls()
         for name, t in found.tensors.items():
             first = len(out.offset)
@@ -378,20 +381,20 @@ class _LocatedPart:
 
 
 def locate_together(opened: opening.OpenCheckpoint) -> None:
-    """Find the raw byte ranges of all tensors, on every rank, where each file is looked into by one rank. A collective,
-    which every rank has to call.
+    """Find the raw byte ranges of all tensors, for every rank; each file is parsed by one rank. A collective, which
+    every rank has to call.
 
-    The chunks are checked on rank 0, against each other and for files of ranks that do not belong together.
+    Rank 0 checks all chunks, against each other and for files of ranks that do not belong together.
 
     Raises:
-        CkpttoolError: on all ranks, where one of them finds an item damaged, or the checks fail.
+        CkpttoolError: on all ranks, if one of them finds a damaged item, or the checks fail.
     """
-    rank, world = rank_and_world()
+    rank, world = get_rank_and_world_size()
     ckpt = opened.checkpoint
-    if opened.located or world == 1 or not is_framed(ckpt):
-        run_together(opened.locate)
+    if opened.located or world == 1 or not has_unparsed_items(ckpt):
+        run_on_all_ranks(opened.locate)
         return
-    mine = _chunks_for_rank(ckpt.tensors, rank, world)
+    mine = _select_chunks_of_rank(ckpt.tensors, rank, world)
     found: Checkpoint | None = None
 
     def look() -> None:
@@ -399,27 +402,27 @@ def locate_together(opened: opening.OpenCheckpoint) -> None:
         nonlocal found
         found = locate_tensors(opened, mine)
 
-    run_together(look)
+    run_on_all_ranks(look)
     assert found is not None
     odd = found.tensors.keys() != mine.keys() or found.values != ckpt.values
     if any(gather_objects(odd)):  # an item turned out to be an object that is several entries
-        run_together(opened.locate)
+        run_on_all_ranks(opened.locate)
         return
     packed = zlib.compress(pickle.dumps(_LocatedPart.of(found), protocol=5), 1)
-    opened.checkpoint = _join_parts(ckpt, [pickle.loads(zlib.decompress(p)) for p in gather_objects(packed)])
+    opened.checkpoint = _merge_located_parts(ckpt, [pickle.loads(zlib.decompress(p)) for p in gather_objects(packed)])
 
     def judge() -> None:
         """Check the whole index, on rank 0."""
         if rank == 0:
             opened.locate()
 
-    run_together(judge)
+    run_on_all_ranks(judge)
     opened.located = True
 
 
-def _chunks_for_rank(tensors: Mapping[str, TensorEntry], rank: int, world: int) -> dict[str, TensorEntry]:
-    """Return {canonical name: entry} with those chunks alone that lie in the files which this rank looks into: file
-    number n falls to rank n % world."""
+def _select_chunks_of_rank(tensors: Mapping[str, TensorEntry], rank: int, world: int) -> dict[str, TensorEntry]:
+    """Return {canonical name: entry} with only those chunks that lie in the files that a rank parses: file number n
+    is parsed by rank n % world."""
     out: dict[str, TensorEntry] = {}
     for name, t in tensors.items():
         rows = [k for k, file in enumerate(t.chunks.file) if file % world == rank]
@@ -430,8 +433,8 @@ def _chunks_for_rank(tensors: Mapping[str, TensorEntry], rank: int, world: int) 
     return out
 
 
-def _join_parts(ckpt: Checkpoint, parts: list[_LocatedPart]) -> Checkpoint:
-    """Return the whole index with the raw byte ranges that the ranks found.
+def _merge_located_parts(ckpt: Checkpoint, parts: list[_LocatedPart]) -> Checkpoint:
+    """Return the complete index with the raw byte ranges that the ranks found.
 
     Args:
         ckpt: the index without them.

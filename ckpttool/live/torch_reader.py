@@ -33,7 +33,7 @@ from ..engine.opening import OpenCheckpoint
 from ..errors import Unsupported
 from ..index.checkpoint import TensorEntry, Value
 from .name_lookup import NameLookup
-from .plain_values import torch_dtype
+from .plain_values import to_torch_dtype
 from .reader import LiveReader, ReadRequest
 
 __all__ = ["AnyLayoutReader"]
@@ -62,7 +62,7 @@ class EntriesByAnyName(dict[str, Any]):
         return self[found]
 
     def get(self, asked: str, default: object = None) -> Any:
-        """Return the entry of a name, however the job spells it, or `default` if there is none.
+        """Return the entry for any name that a job may use for it; `default` if there is none.
 
         Raises:
             Unsupported: the name fits several entries.
@@ -116,8 +116,8 @@ class AnyLayoutReader(StorageReader):
 
     # No parameter is called kwargs: torch would take an error here for a missing .metadata and ask again.
     def read_metadata(self, *_: Any, **__: Any) -> Any:
-        """Return torch's Metadata, in which every tensor is one chunk and every value is bytes. Names are found however
-        the job spells them."""
+        """Return torch's Metadata, in which every tensor is one chunk and every value is bytes. Its entries are
+        found by any name that a job may use."""
         ckpt = self._open.ckpt
         entries = EntriesByAnyName(self._open.names)
         paths: dict[str, Any] = {}
@@ -134,7 +134,7 @@ class AnyLayoutReader(StorageReader):
             elif (found := described.get(kind)) is None:
                 size = torch.Size(t.shape)
                 found = described[kind] = TensorStorageMetadata(
-                    TensorProperties(dtype=torch_dtype(t.dtype)),
+                    TensorProperties(dtype=to_torch_dtype(t.dtype)),
                     size,
                     [ChunkStorageMetadata(torch.Size([0] * len(size)), size)],
                 )
@@ -143,12 +143,12 @@ class AnyLayoutReader(StorageReader):
         return Metadata(state_dict_metadata=entries, planner_data=paths)
 
     def set_up_storage_reader(self, metadata: object, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Check the whole checkpoint on the coordinator, where it has not been checked yet: its items, and whether
-        files of ranks belong together. If it fails there, dcp.load fails on all ranks.
+        """Check all items, and that files of ranks belong together, on the coordinator, unless that was done before. If
+        this fails, dcp.load fails on all ranks.
 
         Args:
-            metadata: torch's, which is not looked at.
-            is_coordinator: this rank is the one that plans for all.
+            metadata: torch's metadata, which is not used.
+            is_coordinator: whether this rank plans for all ranks.
 
         Raises:
             Corrupt: an item is damaged, or files of ranks do not belong together.
@@ -173,8 +173,9 @@ class AnyLayoutReader(StorageReader):
         return [replace(plan, storage_data=_Share(names)) for plan, names in zip(plans, shares, strict=True)]
 
     def _share_digests(self, items: Sequence[Sequence[ReadItem]]) -> list[list[str]]:
-        """Share out the tensors that have a recorded digest among the ranks, and return their names for each rank: a
-        tensor goes to a rank that reads it whole, or else bytes are shared equally.
+        """Divide the tensors with a recorded digest among the ranks, and return a list of canonical names for each
+        rank. A tensor goes to a rank that reads it completely; all other ones are divided so that ranks read about
+        equally many bytes.
 
         Args:
             items: what each rank reads, in the order of ranks.
@@ -202,11 +203,11 @@ class AnyLayoutReader(StorageReader):
         return shares
 
     def _check_items(self, items: Sequence[ReadItem]) -> None:
-        """Check all that can be found out about the items of a plan before a byte is written.
+        """Check as much of a plan's items as is possible before a byte is written.
 
         Raises:
             Unsupported: a name or a value cannot be given to the job.
-            SourceChanged, Corrupt: a file is another one, missing or damaged.
+            SourceChanged, Corrupt: a file has changed, is missing or damaged.
         """
         self._open.names.check_consistent({item.storage_index.fqn for item in items})
         boxed: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
@@ -222,12 +223,12 @@ class AnyLayoutReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan asks for into the planner's tensors, compare this rank's share of the digests, and return
-        a future that is done.
+        a finished future.
 
         Raises:
             Unsupported: a name or a value cannot be given to the job.
-            Corrupt, SourceChanged: bytes are damaged, missing or have another digest, or a file was written to
-                meanwhile.
+            Corrupt, SourceChanged: bytes are damaged, missing or have another digest, or a file was written to during
+                the read.
         """
         try:
             self._check_items(plan.items)
@@ -246,13 +247,13 @@ class AnyLayoutReader(StorageReader):
         """Read the items of a plan into the planner's tensors, and give the planner the values.
 
         Args:
-            items: of the plan.
-            planner: torch's, which knows where each item goes.
+            items: items of the plan.
+            planner: torch's planner, which has the target of each item.
             share: the tensors whose digests this rank compares.
 
         Raises:
-            Unsupported: a place has another shape than what is read.
-            Corrupt, SourceChanged: bytes are damaged, missing or changed meanwhile.
+            Unsupported: a target has another shape than what is read.
+            Corrupt, SourceChanged: bytes are damaged, missing or changed during the read.
         """
         live = getattr(planner, "state_dict", None)
         live = live if isinstance(live, dict) else {}
@@ -298,7 +299,7 @@ class AnyLayoutReader(StorageReader):
             elif isinstance(entry, Value) and type(held) in (bool, int, float):
                 later.append((item, entry.data, held))  # float32 would round it
             else:
-                number = torch.empty((), dtype=torch_dtype(getattr(entry, "dtype", "float32")))
+                number = torch.empty((), dtype=to_torch_dtype(getattr(entry, "dtype", "float32")))
                 if isinstance(entry, TensorEntry):
                     wanted.append(ReadRequest(name, (), (), number))
                 else:
@@ -332,12 +333,12 @@ def _pickle_for_planner(x: object) -> io.BytesIO:
 
 
 def _as_held_type(number: Any, held: Any) -> Any:
-    """Return a number of an optimizer's state as the kind of number that the job keeps, if that loses nothing;
-    otherwise as it is.
+    """Convert a number of an optimizer's state to the type that the job keeps, if that loses nothing; otherwise return
+    it unchanged, a 0-dim tensor as a plain number.
 
     Args:
-        number: of the checkpoint, plain or a 0-dim tensor.
-        held: what the job has there; where that is no bool, int or float, `number` is returned itself.
+        number: the checkpoint's number, plain or a 0-dim tensor.
+        held: the job's object; if it is no bool, int or float, `number` itself is returned.
     """
     if type(held) not in (bool, int, float):
         return number

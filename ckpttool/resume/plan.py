@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..engine.copy.stream import small
+from ..engine.copy.stream import read_small_tensors
 from ..engine.opening import OpenCheckpoint, OpenOptions, drop_unused_hints, open_checkpoint
 from ..errors import UsageError, argument
 from ..formats.stored_tensors import decode_number
@@ -38,7 +38,7 @@ class RunPlan(NamedTuple):
     noise: dict[str, RunSettings]
 
     def without_deterministic_kernels(self) -> RunPlan:
-        """Return the same plan for kernels as torch chooses them, which need not be deterministic."""
+        """Return the same plan with `deterministic` off in all runs, so that torch chooses the kernels."""
         return RunPlan(*({k: replace(s, deterministic=False) for k, s in runs.items()} for runs in self))
 
 
@@ -88,7 +88,7 @@ class RunPlanner:
         request = self.request
         if request.fresh:
             return self._plan_fresh()
-        source, original = self._look_at_checkpoints()
+        source, original = self._inspect_checkpoints()
         # the same batches for both, even if the candidate has lost its step
         start = source.step if original is None else original.step
         if request.reference is not None:
@@ -155,24 +155,28 @@ class RunPlanner:
             runs["second"] = replace(resumed, mesh=self.other_mesh)
         return RunPlan(runs, noise)
 
-    def _look_at_checkpoints(self) -> tuple[_Side, _Side | None]:
-        """Return what is known of the checkpoint and of the original that it is compared with, None without one. For
-        another Python without `against` that is the checkpoint itself.
+    def _inspect_checkpoints(self) -> tuple[_Side, _Side | None]:
+        """Return the path, step and config folder of the checkpoint and of the original that it is compared with, or
+        None.
 
-        The `source_layout` of the request is only that of the former.
+        With another Python and without `against` the original is the checkpoint itself. The `source_layout` of the
+        request is only used for the checkpoint.
         """
         request = self.request
         original = None
         if request.against is not None:
             original = drop_unused_hints(request.against, replace(request.reading, source_layout=None))
-        source = self._look(request.source, drop_unused_hints(request.source, request.reading))
+        source = self._inspect_checkpoint(request.source, drop_unused_hints(request.source, request.reading))
         if request.against is None or original is None:
             return source, None if request.against_python is None else source
-        return source, self._look(request.against, original)
+        return source, self._inspect_checkpoint(request.against, original)
 
-    def _look(self, path: str | os.PathLike[str], reading: OpenOptions) -> _Side:
-        """Open a checkpoint, and find its step (that of the request if it names one) and the folder of its
-        config.json."""
+    def _inspect_checkpoint(self, path: str | os.PathLike[str], reading: OpenOptions) -> _Side:
+        """Open a checkpoint, and find its step and the folder of its config.json.
+
+        The step is `start_step` of the request if that is given. The folder is None if the checkpoint's has no
+        config.json.
+        """
         start = self.request.start_step
         with open_checkpoint(path, reading) as opened:
             step = start if start is not None else find_start_step(opened)
@@ -226,13 +230,13 @@ class RunPlanner:
         )
 
     def _plan_noise(self, base: RunSettings) -> dict[str, RunSettings]:
-        """Plan a second run of `base`, {"noise": settings}, with other micro-batches; {} if its batch cannot be cut
-        otherwise.
+        """Plan a second run of `base` with other micro-batches: {"noise": settings}; {} if its global batch cannot be
+        divided so.
 
         Raises:
-            UsageError: `calibrate` asks for that run, and the batch cannot be cut otherwise.
+            UsageError: `calibrate` requires that run, and the global batch cannot be divided into other micro-batches.
         """
-        other = _other_micro_batch(base)
+        other = _choose_other_micro_batch(base)
         if other is not None:
             return {"noise": replace(base, micro_batch=other, round_trip=False, reread=False)}
         if self.request.calibrate:
@@ -253,9 +257,9 @@ _MOST = 256  # counters that are read
 def find_start_step(opened: OpenCheckpoint) -> int:
     """Find how many optimizer steps were taken before a checkpoint was saved; 0 if nothing says so.
 
-    Without a counter of the trainer it is the largest step of a parameter in the optimizer, since a parameter without a
-    gradient skips steps. If they differ and one of them is the number at the end of the folder's name, it is that: a
-    file of a later save may be among them.
+    It is the trainer's counter, or else the largest step count in the optimizer state, since a parameter without a
+    gradient skips steps. If one of these step counts is the number at the end of the folder's name, it is that one: a
+    larger one may come from a file of a later save.
     """
     ckpt = opened.checkpoint
     if (step := step_count(ckpt.value)) is not None:
@@ -271,7 +275,7 @@ def find_start_step(opened: OpenCheckpoint) -> int:
             for n, t in ckpt.tensors.items()
             if t.path[-1] == "step" and t.path[0] in ("optim", "trainer") and t.numel == 1
         ]
-        raw = small(opened.locate(), opened.source, names[:: 1 + len(names) // _MOST]) if names else {}
+        raw = read_small_tensors(opened.locate(), opened.source, names[:: 1 + len(names) // _MOST]) if names else {}
         numbers = (decode_number(ckpt.tensors[n].dtype, data) for n, data in raw.items())
         found = {int(x) for x in numbers if x is not None and math.isfinite(x)}
     named = re.search(r"(\d{1,15})$", os.path.basename(opened.source.root))
@@ -285,11 +289,11 @@ def _choose_start(recorded: Trace, begin: int, reference: str | os.PathLike[str]
 
     Args:
         recorded: the recorded reference.
-        begin: the step of the checkpoint; where it is 0 (not known), the reference's own start counts.
+        begin: the step of the checkpoint; if it is 0 (not known), the step of the recorded state is used.
         reference: the path of the recording, for the error.
 
     Raises:
-        UsageError: the reference has no step after it.
+        UsageError: the recording has no later step.
     """
     begin = begin or recorded.start or recorded.steps[0].step - 1
     if not any(s.step > begin for s in recorded.steps):
@@ -302,9 +306,8 @@ def _choose_start(recorded: Trace, begin: int, reference: str | os.PathLike[str]
     return begin
 
 
-def _other_micro_batch(settings: RunSettings) -> int | None:
-    """Return another number of rows of a micro-batch, half or twice as many; None if the global batch can be cut into
-    neither."""
+def _choose_other_micro_batch(settings: RunSettings) -> int | None:
+    """Return half or twice the number of rows of a micro-batch; None if neither divides the global batch."""
     if settings.micro_batch % 2 == 0:
         return settings.micro_batch // 2
     return 2 * settings.micro_batch if settings.global_batch % (2 * settings.micro_batch) == 0 else None
@@ -341,21 +344,21 @@ def choose_device(wanted: str) -> tuple[str, int]:
 
 
 def choose_mesh(world_size: int | None, mesh: str | None, as_rank: bool, device: str, gpus: int) -> dict[str, int]:
-    """Choose the dimensions of the job: {"dp_shard": S}, with "dp_replicate" and "tp" where `mesh` has them.
+    """Choose the mesh of the job, {dimension: size}: "dp_shard", and "dp_replicate" and "tp" if `mesh` has them.
 
     Args:
-        world_size: ranks that were asked for; None for the product of `mesh`, or else one for each GPU.
+        world_size: requested number of ranks; None for the product of `mesh`, or without that one rank for each GPU.
         mesh: "dp_replicate=R,dp_shard=S,tp=T"; None for all ranks in dp_shard.
         as_rank: whether this process is a rank of a job that torchrun or srun started; otherwise a job is to be
             launched.
         device: "cuda" or "cpu".
-        gpus: GPUs of this machine.
+        gpus: number of GPUs of this machine.
 
     Raises:
-        UsageError: they contradict each other, or the machine.
+        UsageError: the arguments contradict each other, or the machine has too few GPUs.
     """
     if as_rank:
-        ranks = _world_size_of_job()
+        ranks = _read_world_size()
         if world_size is not None and world_size != ranks:
             raise UsageError(
                 f"{argument('world_size', world_size)}, but this job was started with {ranks} ranks.", code="CKPT0209"
@@ -375,16 +378,17 @@ def choose_mesh(world_size: int | None, mesh: str | None, as_rank: bool, device:
 
 
 def choose_other_mesh(mesh: dict[str, int], ranks: int | None, device: str, gpus: int) -> dict[str, int] | None:
-    """Choose the dimensions of a job's second resume, which is at another world size: {"dp_shard": S, ...}, with the
-    other dimensions of `mesh`. None where this machine has too few GPUs.
+    """Choose the mesh for the second resume of a fresh job, at another world size: {"dp_shard": S, ...}.
+
+    The other dimensions are those of `mesh`. None if this machine has too few GPUs and `ranks` is None.
 
     Args:
-        mesh: the dimensions of the job.
-        ranks: how many were asked for; None for one shard fewer, or two where there is one.
+        mesh: the mesh of the job.
+        ranks: requested number of ranks; None for one shard fewer, or for two shards if there is one.
         device, gpus: as for `choose_mesh`.
 
     Raises:
-        UsageError: so many ranks cannot have these dimensions, or this machine has too few GPUs for them.
+        UsageError: `ranks` does not fit these dimensions, or this machine has too few GPUs for it.
     """
     shards = mesh["dp_shard"]
     rest = math.prod(mesh.values()) // shards
@@ -402,7 +406,7 @@ def choose_other_mesh(mesh: dict[str, int], ranks: int | None, device: str, gpus
     return None
 
 
-def _world_size_of_job() -> int:
+def _read_world_size() -> int:
     """Return the number of ranks of the job that torchrun or srun started this process in, from WORLD_SIZE.
 
     Raises:

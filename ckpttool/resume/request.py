@@ -35,8 +35,8 @@ Status = Callable[[str], None]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def say_nothing(text: str) -> None:
-    """Ignore a status line; for callers that want none."""
+def ignore_status(text: str) -> None:
+    """Ignore a status line; the default for callers that want none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ class VerifyRequest:
     max_reserved_gib: float | None = option(None, "Gate: maximum memory reserved on a rank.", "Gates", least=0)
     max_step_seconds: float | None = option(None, "Gate: maximum median step time.", "Gates", least=0)
     max_load_seconds: float | None = option(None, "Gate: maximum load time.", "Gates", least=0)
-    status: Status = say_nothing
+    status: Status = ignore_status
 
     @property
     def strictness(self) -> str:

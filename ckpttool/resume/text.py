@@ -18,16 +18,16 @@ from ..printable import escape_unprintable
 
 __all__ = [
     "LAYER",
-    "component_of",
     "describe_changes",
+    "describe_components",
     "describe_selection",
     "format_number",
-    "fqn_of",
-    "is_step",
-    "layer_of",
-    "name_components",
-    "readable_name",
-    "slot_of",
+    "is_step_counter",
+    "parse_component",
+    "parse_fqn",
+    "parse_layer_number",
+    "parse_slot",
+    "to_readable_name",
 ]
 
 T = TypeVar("T")
@@ -67,48 +67,51 @@ def describe_changes(found: Mapping[str, tuple[T, T]], show: Callable[[T], str] 
 # ----------------------------------------------------------------------------------------------------- names of tensors
 
 
-def slot_of(name: str) -> str:
-    """Return "weights" for a tensor of the model, or for one of the optimizer its slot, what it keeps of a parameter
-    ("exp_avg")."""
+def parse_slot(name: str) -> str:
+    """Return the slot (such as "exp_avg") of a tensor of the optimizer state, from its canonical name; "weights" for
+    others."""
     return name.rpartition(".")[2] if name.startswith(_STATE) else "weights"
 
 
-def fqn_of(name: str) -> str:
-    """Return the FQN of the parameter from the canonical name of its tensor, or of a tensor in its optimizer state."""
+def parse_fqn(name: str) -> str:
+    """Return the FQN of the parameter in the canonical name of its tensor, or of a tensor in its optimizer state."""
     if name.startswith(_STATE):
         return name[len(_STATE) :].rpartition(".")[0]
     return name.removeprefix("model.")
 
 
-def component_of(name: str) -> Literal["weights", "optimizer"]:
-    """Return "optimizer" for a tensor of the optimizer, else "weights"."""
+def parse_component(name: str) -> Literal["weights", "optimizer"]:
+    """Return "optimizer" for the canonical name of a tensor of the optimizer, otherwise "weights"."""
     return "optimizer" if name.startswith("optim.") else "weights"
 
 
-def is_step(name: str) -> bool:
-    """Tell whether a tensor is the step counter in the optimizer state of a parameter."""
-    return slot_of(name) == "step" and fqn_of(name) != ""
+def is_step_counter(name: str) -> bool:
+    """Tell whether a canonical name is that of the step counter in a parameter's optimizer state."""
+    return parse_slot(name) == "step" and parse_fqn(name) != ""
 
 
-def layer_of(name: str) -> int | None:
-    """Return the number of the layer that a tensor belongs to; None outside of layers, as for an embedding."""
+def parse_layer_number(name: str) -> int | None:
+    """Return the number of the layer that a tensor belongs to, by its name; None outside of layers, as for an
+    embedding."""
     m = LAYER.search(name)
     return int(m[2]) if m else None
 
 
-def readable_name(name: str) -> str:
-    """Shorten a tensor's name for people: "optim.state.model.layers.1.self_attn.q_proj.weight.exp_avg" becomes
-    "layer 1, self_attn.q_proj, exp_avg"."""
-    slot = slot_of(name) if name.startswith(_STATE) else ""
-    name = re.sub(r"^(model\.)+", "", fqn_of(name))
+def to_readable_name(name: str) -> str:
+    """Shorten a tensor's canonical name for reports.
+
+    "optim.state.model.layers.1.self_attn.q_proj.weight.exp_avg" becomes "layer 1, self_attn.q_proj, exp_avg".
+    """
+    slot = parse_slot(name) if name.startswith(_STATE) else ""
+    name = re.sub(r"^(model\.)+", "", parse_fqn(name))
     m = LAYER.search(name)
     rest = (name[m.end() :] if m else name).removesuffix(".weight")
     return (f"layer {m[2]}, " if m else "") + rest + (f", {slot}" if slot else "")
 
 
-def name_components(names: Iterable[str]) -> str:
-    """Return what the tensors with these names are: "weights", "optimizer state" or "weights and optimizer state"."""
-    slots = {slot_of(n) == "weights" for n in names}
+def describe_components(names: Iterable[str]) -> str:
+    """Return "weights", "optimizer state" or "weights and optimizer state", for the canonical names of some tensors."""
+    slots = {parse_slot(n) == "weights" for n in names}
     return "weights and optimizer state" if len(slots) == 2 else "weights" if True in slots else "optimizer state"
 
 
@@ -121,10 +124,10 @@ def describe_selection(names: Sequence[str], every: Sequence[str], what: str) ->
         what: a plural for them, such as "weights".
     """
     if len(names) == 1:
-        return readable_name(names[0])
+        return to_readable_name(names[0])
     if len(names) == len(every):
         return f"all {len(names)} {what}"
-    layers = {layer_of(n) for n in names}
+    layers = {parse_layer_number(n) for n in names}
     if len(layers) == 1 and None not in layers:
         return f"{len(names)} {what} of layer {layers.pop()}"
-    return f"{len(names)} of {len(every)} {what} (first: {readable_name(names[0])})"
+    return f"{len(names)} of {len(every)} {what} (first: {to_readable_name(names[0])})"

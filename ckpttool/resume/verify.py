@@ -25,25 +25,25 @@ from .compare.bounds import PROFILES
 from .compare.judge import MEASURING, Judgement, judge_runs
 from .compare.verdict import Cause, Report
 from .job.user_job import check_config_exists, check_job_source
-from .job.watchdog import current_stage, enter_stage
+from .job.watchdog import enter_stage, get_current_stage
 from .plan import RunPlanner, choose_device, choose_mesh, choose_other_mesh
 from .ranks.interpreter import check_interpreter
 from .ranks.launch import launch_runs
-from .ranks.torchrun import is_lost_peer, is_rank_of_job, joined_job, watched_job
+from .ranks.torchrun import is_lost_peer_error, is_rank_of_job, joined_job, watched_job
 from .ranks.workspace import temporary_workspace
 from .request import (
     RunSettings,
     Status,
     VerifyKeywords,
     VerifyRequest,
+    ignore_status,
     make_request,
-    say_nothing,
 )
 from .trace.batches import check_data_exists
 from .trace.model import Trace
 from .trace.numerics import NO_KERNEL
 
-__all__ = ["resume_verify", "verify"]
+__all__ = ["resume_verify", "run_verify_request"]
 
 
 class Outcome(NamedTuple):
@@ -124,10 +124,10 @@ def resume_verify(source: str | os.PathLike[str] | None = None, **keywords: Unpa
         RankLost: a rank was killed, or made no progress for `timeout` seconds. CkpttoolError: nothing could be judged.
             A training that does not go on as before is not an error: the report says so.
     """
-    return verify(make_request(source, keywords))
+    return run_verify_request(make_request(source, keywords))
 
 
-def verify(request: VerifyRequest) -> Report | None:
+def run_verify_request(request: VerifyRequest) -> Report | None:
     """Run a request and return its report; None on ranks other than the first, in a job that torchrun or srun started.
 
     Raises:
@@ -145,7 +145,7 @@ def verify(request: VerifyRequest) -> Report | None:
             check_interpreter(python, device, folder, request.timeout, transformers=job is None)
         # ranks on several machines share no folder unless they are given one
         shared = None if as_rank else folder
-        planner = RunPlanner(request, device, mesh, partial(_open_scratch, request, stack, shared), other)
+        planner = RunPlanner(request, device, mesh, partial(_make_scratch_folder, request, stack, shared), other)
         outcome = run_as_rank(planner, folder) if as_rank else run_in_launches(planner, folder)
         return None if outcome is None else make_report(request, planner.recorded, outcome)
 
@@ -157,13 +157,13 @@ def check_request(request: VerifyRequest) -> None:
         UsageError: an argument makes no sense. MissingPackage: a package is needed that is not installed.
     """
     require_packages("resume-verify", "torch", *(() if request.job else ("transformers",)))
-    check_fresh(request)
+    check_fresh_request(request)
     if request.against is not None and request.reference is not None:
         raise UsageError(
             f"{argument('against')} and {argument('reference')} are two references; give one.", code="CKPT0204"
         )
     if request.against_python is not None:
-        _check_use_of_python(request)
+        _check_against_python(request)
     if request.strictness not in PROFILES:
         raise UsageError(
             f"{argument('profile', request.strictness)}: choose one of {', '.join(PROFILES)}.", code="CKPT0203"
@@ -187,11 +187,11 @@ def check_request(request: VerifyRequest) -> None:
     check_data_exists(request.data)
 
 
-def _check_use_of_python(request: VerifyRequest) -> None:
-    """Refuse `against_python` where no reference would run, or where ranks run already.
+def _check_against_python(request: VerifyRequest) -> None:
+    """Refuse `against_python` with a recorded reference, or in a job that torchrun or srun started.
 
     Raises:
-        UsageError: as it says.
+        UsageError: one of these is so.
     """
     if request.reference is not None:
         raise UsageError(
@@ -208,11 +208,11 @@ def _check_use_of_python(request: VerifyRequest) -> None:
         )
 
 
-def check_fresh(request: VerifyRequest) -> None:
-    """Refuse a request that has both a checkpoint and `fresh`, or neither.
+def check_fresh_request(request: VerifyRequest) -> None:
+    """Refuse a request that has both a checkpoint and `fresh`, or neither, or options that do not go with that.
 
     Raises:
-        UsageError: that is so, or an option does not go with `fresh`, or needs it.
+        UsageError: one of these is so, or `fresh` lacks an option that it needs.
     """
     fresh = argument("fresh", True)
     if not request.fresh:
@@ -251,11 +251,11 @@ def check_fresh(request: VerifyRequest) -> None:
         )
 
 
-def _open_scratch(request: VerifyRequest, stack: ExitStack, shared: str | None) -> str | None:
-    """Make a folder for the save of the round trip, or of a fresh job, in `request.scratch`, and return it; `stack`
-    removes it at its end.
+def _make_scratch_folder(request: VerifyRequest, stack: ExitStack, shared: str | None) -> str | None:
+    """Make a folder in `request.scratch` for the save of the round trip or of a fresh job, and return it.
 
-    Without `scratch` or a save, `shared` is returned: a folder that all ranks see, None for none.
+    `stack` removes it at its end. Without `scratch` or a save, `shared` is returned: a folder that all ranks share, or
+    None.
     """
     if request.scratch is None or not (request.round_trip or request.fresh):
         return shared
@@ -266,7 +266,9 @@ def _open_scratch(request: VerifyRequest, stack: ExitStack, shared: str | None) 
 
 
 def run_in_launches(planner: RunPlanner, folder: str) -> Outcome:
-    """Start the ranks of every run on this machine, and judge their traces. Their files are in `folder`.
+    """Start the ranks of every run on this machine, and judge their traces; files are written to `folder`.
+
+    If torch has no deterministic kernel for the model, and none was asked for, the runs are made again without.
 
     Raises:
         RankLost: a rank was killed, or made no progress. CkpttoolError: nothing could be judged.
@@ -321,7 +323,7 @@ def run_as_rank(planner: RunPlanner, folder: str) -> Outcome | None:
 
         enter_stage("reading the indices")
         plan = run_on_first_rank(planner.plan)
-        status = request.status if dist.get_rank() == 0 else say_nothing
+        status = request.status if dist.get_rank() == 0 else ignore_status
         traces = _run_on_this_rank(plan.runs, folder, status)
         judgement = _judge_on_first_rank(planner, traces)
         if gather_objects(judgement is not None and bool(plan.noise) and judgement.unsure)[0]:
@@ -378,13 +380,13 @@ def _naming_failures() -> Iterator[None]:
 
         traceback.print_exc()
         text = " ".join(str(e).split()).rstrip(".")
-        if is_lost_peer(e):
+        if is_lost_peer_error(e):
             raise RankLost(
-                f"rank {os.environ['RANK']} lost another rank in {current_stage()!r} ({text}). The rank that ended "
+                f"rank {os.environ['RANK']} lost another rank in {get_current_stage()!r} ({text}). The rank that ended "
                 "first is the cause: torchrun lists it with its exit code, and srun prints it."
             ) from None
         raise CkpttoolError(
-            f"rank {os.environ['RANK']} failed in {current_stage()!r}: {type(e).__name__}: {text}.", code="CKPT0103"
+            f"rank {os.environ['RANK']} failed in {get_current_stage()!r}: {type(e).__name__}: {text}.", code="CKPT0103"
         ) from None
 
 
@@ -392,9 +394,12 @@ def _naming_failures() -> Iterator[None]:
 
 
 def make_report(request: VerifyRequest, recorded: Trace | None, outcome: Outcome) -> Report:
-    """Make the report; opens both checkpoints if a check failed, to see how their tensors differ.
+    """Make the report of the runs; if a check failed, both checkpoints are opened to find how their tensors differ.
 
     `recorded` is the recorded reference, None if there is none.
+
+    Raises:
+        CkpttoolError: the optimizer of the job failed, and its state and options are not the cause.
     """
     from .._version import __version__
     from .compare.limits import check_gates, compute_metrics
@@ -409,7 +414,7 @@ def make_report(request: VerifyRequest, recorded: Trace | None, outcome: Outcome
     if request.fresh and reference is not None:
         numbers["save_seconds"] = reference.roundtrip["save_seconds"]
         if "second" not in traces:
-            not_verified.append(_explain_no_second())
+            not_verified.append(_explain_no_second_resume())
     gates = check_gates(
         got,
         numbers,
@@ -434,7 +439,7 @@ def make_report(request: VerifyRequest, recorded: Trace | None, outcome: Outcome
     )
 
 
-def _explain_no_second() -> str:
+def _explain_no_second_resume() -> str:
     """Return a sentence that says why a fresh job was not resumed at another world size."""
     if is_rank_of_job():
         return (
@@ -445,11 +450,10 @@ def _explain_no_second() -> str:
 
 
 def _refuse_failed_job(outcome: Outcome) -> None:
-    """Refuse a job whose optimizer failed, unless what it got from the checkpoint is not the reference's, which may be
-    why.
+    """Raise an error if the optimizer failed in a run, unless a different state or different options may be the cause.
 
     Raises:
-        CkpttoolError: it failed with the reference, or with the same state and options.
+        CkpttoolError: it failed in another run than the candidate, or in the candidate with the same state and options.
     """
     for label, trace in outcome.traces.items():
         known = label == "candidate" and any(c.stage in ("state", "configuration") for c in outcome.judgement.failed)
@@ -463,8 +467,8 @@ def _refuse_failed_job(outcome: Outcome) -> None:
 def _find_causes(request: VerifyRequest, reference: Trace | None, outcome: Outcome) -> list[Cause]:
     """Find the likely causes of failed checks, most likely first. `reference` is None if there is nothing to compare
     with."""
-    from .compare.differences import in_stored_dtypes
-    from .compare.misfit import describe_misfit, does_not_fit
+    from .compare.differences import with_stored_dtypes
+    from .compare.misfit import describe_misfit, does_not_fit_job
     from .diagnosis.causes import find_causes
     from .diagnosis.kinds import CauseKind
 
@@ -476,11 +480,11 @@ def _find_causes(request: VerifyRequest, reference: Trace | None, outcome: Outco
             got, checks = outcome.traces["second"], [*outcome.judgement.second]
         if all(c.verdict != "fail" for c in checks):
             return []
-    if does_not_fit(reference, got):
+    if does_not_fit_job(reference, got):
         return [Cause(CauseKind.DOES_NOT_FIT.label, describe_misfit(got), [str(got.failed)])]
     sides = (reference, got)
     if reference is not None and request.strictness == "relaxed":
-        sides = in_stored_dtypes(reference, got)
+        sides = with_stored_dtypes(reference, got)
     if "reference" not in outcome.runs or request.fresh:
         return find_causes(*sides, checks)
     with ExitStack() as stack:

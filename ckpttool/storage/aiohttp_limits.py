@@ -14,7 +14,7 @@ import aiohttp
 
 from .answer_limits import LIMITS, RequestBudget, check_redirect, current_budget
 
-__all__ = ["bounded_s3_session", "session_settings", "xml_session_settings"]
+__all__ = ["make_s3_session_class", "session_settings", "xml_session_settings"]
 
 _MOST_XML_BYTES = 2 << 20  # a thousand keys of the longest kind; a parsed page takes thirty times as much memory
 # what a request to another server may carry: nothing that says who asks
@@ -64,10 +64,10 @@ class _BoundedReader:
         return self._count_bytes(await self._stream.readany())
 
     def _count_bytes(self, data: bytes) -> bytes:
-        """Count bytes that arrived, and return them.
+        """Count received bytes against the limits of this body and of its request budget, and return them unchanged.
 
         Raises:
-            RemoteError: there are more than this body may have.
+            RemoteError: the body is longer than allowed.
         """
         self._got += len(data)
         if self._counted:
@@ -106,16 +106,17 @@ class _BoundedAnswer(aiohttp.ClientResponse):
         ranged = bool(asked) and self.status < 300
         stream = self.content
         self.content = _BoundedReader(stream, budget, most, not ranged, ranged and self.status == 200)  # type: ignore[assignment]
-        self._watch(stream, budget, stream.total_bytes)
+        self._schedule_stall_check(stream, budget, stream.total_bytes)
         return self
 
-    def _watch(self, stream: Any, budget: RequestBudget, before: int) -> None:
-        """Look at the answer again after `stall_seconds`, over and over, and end it with Stalled once too few bytes
-        have arrived in such a period.
+    def _schedule_stall_check(self, stream: Any, budget: RequestBudget, before: int) -> None:
+        """Schedule a check after `stall_seconds`, and again after each check that passes: a body of which fewer than
+        `stall_bytes` arrived in that period ends with Stalled.
 
         Args:
             stream: the body, aiohttp's StreamReader.
-            before: bytes of it that have arrived when the period begins.
+            budget: the request budget; gives the period and the error.
+            before: number of body bytes received when the period begins.
         """
 
         if stream.is_eof():
@@ -130,12 +131,12 @@ class _BoundedAnswer(aiohttp.ClientResponse):
                 self.close()
                 return
             budget.note_progress()
-            self._watch(stream, budget, stream.total_bytes)
+            self._schedule_stall_check(stream, budget, stream.total_bytes)
 
         self._progress = asyncio.get_running_loop().call_later(budget.stall_seconds, look)
 
     def _response_eof(self) -> None:
-        """Stop watching at the end of the body; a method that aiohttp calls."""
+        """Cancel the scheduled stall check at the end of the body; aiohttp calls this method."""
         if self._progress is not None:
             self._progress.cancel()
         super()._response_eof()
@@ -158,10 +159,11 @@ async def _count_request(session: Any, context: Any, params: aiohttp.TraceReques
 
 
 async def _strip_credentials(session: Any, context: Any, params: aiohttp.TraceRequestRedirectParams) -> None:
-    """Remove headers that say who asks from a request that is redirected to another server; a hook of aiohttp.
+    """Remove every header that may hold credentials from a request that is redirected to another server; a hook of
+    aiohttp.
 
     Raises:
-        Unsafe: the redirect leads to where nothing may be sent.
+        Unsafe: the redirect is one that `check_redirect` refuses.
     """
     location = params.response.headers.get("Location") or params.response.headers.get("URI")
     if location and not check_redirect(params.method, str(params.response.url), location):
@@ -169,19 +171,20 @@ async def _strip_credentials(session: Any, context: Any, params: aiohttp.TraceRe
             params.headers.popall(name, None)
 
 
-def _make_traces() -> list[aiohttp.TraceConfig]:
-    """Return the hooks that every session is given."""
+def _make_trace_configs() -> list[aiohttp.TraceConfig]:
+    """Return a list of one aiohttp.TraceConfig with this module's hooks for requests and redirects."""
     trace = aiohttp.TraceConfig()
     trace.on_request_start.append(_count_request)
     trace.on_request_redirect.append(_strip_credentials)
     return [trace]
 
 
-_TRACES = _make_traces()  # one object: fsspec tells file systems apart by their arguments
+_TRACES = _make_trace_configs()  # one object: fsspec tells file systems apart by their arguments
 
 
 def session_settings() -> dict[str, Any]:
-    """Return the arguments of aiohttp.ClientSession that bound its answers."""
+    """Return keyword arguments of aiohttp.ClientSession, {name: value}, that limit the size and the duration of
+    responses."""
     return {
         "response_class": _BoundedAnswer,
         "trace_configs": _TRACES,
@@ -192,13 +195,15 @@ def session_settings() -> dict[str, Any]:
 
 
 def xml_session_settings() -> dict[str, Any]:
-    """Return the arguments of aiohttp.ClientSession that bound the answers of a store that lists in XML."""
+    """Return keyword arguments of aiohttp.ClientSession, {name: value}, as `session_settings` does, with the smaller
+    response size for stores whose listings are XML (S3, Azure)."""
     return {**session_settings(), "response_class": _PageOfXml}
 
 
 @cache
-def bounded_s3_session() -> type:
-    """Return a class for aiobotocore's `http_session_cls` whose answers are bounded in length and time."""
+def make_s3_session_class() -> type:
+    """Return a subclass of aiobotocore's AIOHTTPSession, for its setting `http_session_cls`, that limits the size and
+    the duration of responses."""
     from aiobotocore.httpsession import AIOHTTPSession
 
     class Bounded(AIOHTTPSession):  # type: ignore[misc]

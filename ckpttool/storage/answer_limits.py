@@ -104,15 +104,16 @@ class RequestBudget:
 
     @property
     def stall_seconds(self) -> float:
-        """Return how many seconds an answer may take without progress: longer where something is sent."""
+        """Return after how many seconds without progress a response has stalled: `write_seconds` if the question sends
+        data, otherwise `stall_seconds` of `LIMITS`."""
         return LIMITS.write_seconds if self.writes else LIMITS.stall_seconds
 
     def count_request(self) -> None:
-        """Take note that a request is about to be sent.
+        """Check that the budget allows another request; called before each request is sent. Nothing is counted.
 
         Raises:
             RemoteError: the time for all requests of this question has passed.
-            Stalled: an answer of this try has stalled already.
+            Stalled: a response of this try has stalled already.
         """
         if self._stalled:  # clients ask again in other words
             raise self.stalled_error()
@@ -124,7 +125,8 @@ class RequestBudget:
             )
 
     def note_progress(self) -> None:
-        """Allow more time, since a body arrives."""
+        """Move the deadline for further requests to at least `question_seconds` from now; called when bytes of a body
+        arrive."""
         self._until = max(self._until, time.monotonic() + LIMITS.question_seconds)
 
     def stalled_error(self) -> Stalled:
@@ -188,12 +190,12 @@ class RequestBudget:
         return min(most or LIMITS.answer_bytes, self._left)
 
     def count_bytes(self, n: int) -> None:
-        """Count `n` bytes that were read of an answer without a range."""
+        """Subtract `n` bytes, read from a response without a range, from the bytes that this try may still read."""
         self._left = max(0, self._left - n)
 
     def check_body(self, body: bytes) -> None:
-        """Refuse the whole body of an answer without a range, if it would fill the memory once its reader parses it as
-        JSON or, from S3 and Azure, as XML.
+        """Refuse the complete body of a response without a range if parsing it as JSON or, from S3 and Azure, as XML
+        would take too much memory.
 
         Raises:
             RemoteError: it would.
@@ -209,10 +211,15 @@ class RequestBudget:
             ) from None
 
     def _allow_wait(self, status: int, headers: Mapping[str, str]) -> None:
-        """Grant the time that a server wants us to wait (headers Retry-After and RateLimit of an error).
+        """Extend the deadline by the wait that a server demands (headers Retry-After and RateLimit of an error
+        response).
+
+        Args:
+            status: HTTP status of the response.
+            headers: of the response; keys in any case.
 
         Raises:
-            RemoteError: it is more than is left of `wait_seconds`.
+            RemoteError: the wait is longer than what is left of `wait_seconds`.
         """
         waits = re.findall(r"^\s*(\d+)\s*$", headers.get("Retry-After", "")) + re.findall(
             r"\bt\s*=\s*(\d+)", headers.get("RateLimit", "")
@@ -280,15 +287,15 @@ _everywhere: list[RequestBudget] = []
 
 
 def current_budget() -> RequestBudget | None:
-    """Return the request budget that this thread or task is under, or else the one that all threads are under
-    (`within_budget_in_all_threads`); None where there is none."""
+    """Return the request budget in effect: that of the current thread or task, else the innermost of
+    `within_budget_in_all_threads`; None if there is neither."""
     return _CURRENT.get() or (_everywhere[-1] if _everywhere else None)
 
 
 @contextmanager
 def within_budget(budget: RequestBudget) -> Iterator[RequestBudget]:
-    """While the block runs, count the requests of this thread, and of what it has an event loop do, against a budget;
-    yields the budget."""
+    """Apply a request budget, while the block runs, to all requests of the current thread and of the coroutines that it
+    runs in an event loop; yield the budget."""
     token = _CURRENT.set(budget)
     try:
         yield budget
@@ -298,8 +305,8 @@ def within_budget(budget: RequestBudget) -> Iterator[RequestBudget]:
 
 @contextmanager
 def within_budget_in_all_threads(budget: RequestBudget) -> Iterator[RequestBudget]:
-    """While the block runs, count the requests of this thread, and of all threads that have no budget of their own,
-    against a budget; yields the budget. huggingface_hub sends and downloads in threads."""
+    """Apply a request budget, while the block runs, to all requests of the current thread and of every thread without a
+    budget of its own; yield the budget. For huggingface_hub, which uploads and downloads in threads."""
     _everywhere.append(budget)
     try:
         with within_budget(budget):
@@ -309,16 +316,17 @@ def within_budget_in_all_threads(budget: RequestBudget) -> Iterator[RequestBudge
 
 
 async def watch_upload(asked: Awaitable[T], body: IO[bytes] | None, budget: RequestBudget) -> T:
-    """Return the answer to a request that sends something; cancel the request once nothing of its body was sent in a
-    whole period and no answer came.
+    """Await a request that sends data and return its result; cancel it after a period in which no byte of its body was
+    sent and no response came.
 
     Args:
-        asked: the request, which has not begun.
-        body: the file that is sent; None where nothing tells how far it is.
+        asked: the request, not yet awaited.
+        body: the file that is sent, whose position shows the progress; None if progress cannot be seen, so that one
+            period must suffice.
         budget: gives the length of the period.
 
     Raises:
-        Stalled: nothing was sent.
+        Stalled: nothing was sent in a period.
     """
     import asyncio
 

@@ -29,13 +29,14 @@ _WRITES = frozenset({"stage_block", "commit_block_list", "upload_blob"})
 
 
 def is_azure(fs: AbstractFileSystem) -> bool:
-    """Return whether fsspec's file system is adlfs's."""
+    """Return whether an fsspec file system is adlfs, which accesses Azure."""
     return "abfs" in fs.protocol
 
 
 def bound_azure_client(fs: AbstractFileSystem) -> None:
-    """Give adlfs's file system a client for the same account and credentials that reports its requests and answers to
-    the current `RequestBudget`, follows no redirects, and leaves retries to us."""
+    """Replace the client in an adlfs file system by one for the same account and credentials that reports requests and
+    responses to the current `RequestBudget`, follows no redirects and makes no retries. Does nothing if it was replaced
+    before."""
     logging.getLogger("azure").setLevel(logging.ERROR)  # it logs what it tries again
     client = fs.service_client
     if getattr(client, "ckpttool_bounded", False):
@@ -43,7 +44,7 @@ def bound_azure_client(fs: AbstractFileSystem) -> None:
     fs.service_client = type(client)(
         client.url,
         credential=client.credential,
-        transport=_bounded_transport()(),
+        transport=_make_transport_class()(),
         retry_total=0,
         permit_redirects=False,
         max_single_get_size=_GET_BYTES,
@@ -53,8 +54,9 @@ def bound_azure_client(fs: AbstractFileSystem) -> None:
 
 
 @cache
-def _bounded_transport() -> Any:
-    """Return azure-core's transport for aiohttp as a class whose sessions bound what they receive."""
+def _make_transport_class() -> Any:
+    """Return a subclass of azure-core's AioHttpTransport whose sessions limit the size and the duration of
+    responses."""
     import aiohttp
     from azure.core.pipeline.transport import AioHttpTransport
 
@@ -93,8 +95,13 @@ class AzureObject:
             raise UsageError(f"{self.url} names a container; give an object in it.", code="CKPT0214")
 
     def request(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of azure-storage-blob's BlobClient with these arguments, with retries, and return its result.
-        What it sends has to be confirmed within `write_seconds`."""
+        """Call a method of azure-storage-blob's BlobClient, with retries, and return its result. A write must be
+        confirmed within `write_seconds`.
+
+        Args:
+            method: name of the method, such as "upload_blob".
+            args, kwargs: its arguments.
+        """
         from fsspec.asyn import sync
 
         async def call() -> Any:
@@ -107,8 +114,8 @@ class AzureObject:
         return with_retries(self.url, lambda: sync(self.fs.loop, call), writes=method in _WRITES)
 
     def head(self) -> dict[str, Any] | None:
-        """Return the blob's "ContentLength" in bytes and its "Metadata", as `S3Object.head` does; None if it does not
-        exist."""
+        """Return {"ContentLength": bytes of the blob, "Metadata": {name: value}}, with the keys of `S3Object.head`;
+        None if the blob does not exist."""
         try:
             found = self.request("get_blob_properties")
         except NotFound:
@@ -138,14 +145,14 @@ class AzureObject:
         return data, str(properties.etag)
 
     def put(self, data: bytes, token: str | None) -> None:
-        """Write a small blob.
+        """Write a small blob on the condition that it is unchanged, or that it does not exist.
 
         Args:
             data: the new bytes.
-            token: the ETag that the blob must have; None if there must be no such blob.
+            token: the ETag that the blob must still have; None if the blob must not exist.
 
         Raises:
-            ConditionFailed, NotFound: it is another one by now.
+            ConditionFailed, NotFound: the condition does not hold.
         """
         from azure.core import MatchConditions
 
@@ -153,28 +160,31 @@ class AzureObject:
         self.request("upload_blob", data, length=len(data), overwrite=token is not None, **same)
 
     def delete(self) -> None:
-        """Delete the blob; a missing one is no error. An account that keeps versions, or what was deleted, still has
-        it."""
+        """Delete the blob; a missing blob is no error. Accounts with versioning or soft delete keep a copy."""
         try:
             self.request("delete_blob")
         except NotFound:
             pass
 
     def put_block(self, block: str, data: bytes) -> None:
-        """Send a block, which is not visible; `block` is its id, as long as every other one of this blob. The store
-        compares its MD5."""
+        """Upload a block, which is invisible until `put_block_list`; the store verifies its MD5.
+
+        Args:
+            block: id of the block; all ids of a blob have the same length.
+            data: bytes of the block.
+        """
         self.request("stage_block", block, data, length=len(data), validate_content=True)
 
     def put_block_list(self, blocks: Sequence[str], metadata: Mapping[str, str], *, only_new: bool) -> None:
-        """Make the blob of these blocks (their ids) visible.
+        """Create the blob, visible, from uploaded blocks.
 
         Args:
-            blocks: ids, in order.
+            blocks: ids of the blocks, in order.
             metadata: {name: value} to store with the blob; names are identifiers.
-            only_new: there must be no such blob.
+            only_new: fail if the blob exists.
 
         Raises:
-            ConditionFailed: there is one.
+            ConditionFailed: the blob exists, with `only_new`.
         """
         from azure.core import MatchConditions
         from azure.storage.blob import BlobBlock

@@ -10,12 +10,12 @@ from typing import NamedTuple
 from ..errors import NoSpace, argument
 from .source import Source
 
-__all__ = ["ALIGN", "DEFAULT_BUDGET", "BufferPool", "IOBudget", "Lease", "peak_memory"]
+__all__ = ["ALIGN", "DEFAULT_BUDGET", "BufferPool", "IOBudget", "Lease", "read_peak_memory"]
 
 
-def peak_memory() -> int:
-    """Return the most resident memory that this process has had, in bytes; on Linux since the kernel last cleared that
-    peak. (Linux's ru_maxrss also counts what the process that started this one had.)"""
+def read_peak_memory() -> int:
+    """Return the peak resident memory of this process in bytes; on Linux since the kernel last reset that peak (VmHWM;
+    ru_maxrss would include the parent process)."""
     with suppress(OSError, StopIteration), open("/proc/self/status", encoding="ascii", errors="replace") as f:
         return next(int(line.split()[1]) << 10 for line in f if line.startswith("VmHWM:"))
     import resource
@@ -37,16 +37,16 @@ class IOBudget(NamedTuple):
     buffer_bytes: int = 4 << 20
 
     def reader_threads(self, source: Source) -> int:
-        """Return how many threads read, besides the one that digests: more where each waits for a network, 0 where the
-        digesting thread reads itself."""
+        """Return the number of threads that read a source, besides the thread that computes digests: more for a remote
+        source, 1 for one that must be read in order, 0 where the digest thread reads by itself."""
         if source.is_remote:
             return 1 if source.in_order else 4 * self.threads
         return 0 if self.threads == 1 else 1 if source.in_order else self.threads
 
     @property
     def writer_threads(self) -> int:
-        """Return how many threads write to this machine's disks, besides the one that digests; 0 where that one
-        writes."""
+        """Return the number of threads that write to local disks, besides the thread that computes digests; 0 where the
+        digest thread writes by itself."""
         return 0 if self.threads == 1 else self.threads
 
 

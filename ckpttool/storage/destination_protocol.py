@@ -12,8 +12,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..errors import CkpttoolError, Interrupted, NoSpace, NotPermitted, kind_of_failure, path_of_failure
-from .source import missing_resource
+from ..errors import CkpttoolError, Interrupted, NoSpace, NotPermitted, get_failed_path, kind_of_failure
+from .source import describe_missing_resource
 
 if TYPE_CHECKING:
     from .local_file import WriterPool
@@ -51,21 +51,21 @@ class DestinationFile:
 
     @property
     def size(self) -> int:
-        """Return the bytes of the file so far, as the destination stores them."""
+        """Return the number of bytes in the file so far, as the destination stores them."""
         return self.at
 
     def append(self, data: bytes | memoryview) -> None:
-        """Append bytes. If the file was opened with `existing`, and until `start_writing`, they are compared with what
-        an earlier run wrote, instead.
+        """Append bytes. In a file opened with `existing`, until `start_writing`, compare them with the bytes of the
+        earlier run instead.
 
         Raises:
-            Altered: other bytes are there.
+            Altered: they differ.
         """
         raise NotImplementedError
 
     def skip(self, data: bytes | memoryview) -> None:
-        """Pass over the next bytes of a tensor, which an earlier run has written already; they are not compared here,
-        since the whole result is read back later."""
+        """Advance over the next bytes of a tensor, which an earlier run wrote already. They are not compared here,
+        since the result is read back later; a destination without earlier bytes appends them."""
         self.append(data)
 
     def read_earlier(self, offset: int, length: int) -> bytes:
@@ -73,11 +73,11 @@ class DestinationFile:
         return b""
 
     def start_writing(self) -> None:
-        """Write from the next byte on, instead of comparing with what an earlier run wrote; does nothing where that is
-        the case already.
+        """Switch from comparing with the bytes of an earlier run to writing, from the next byte on; does nothing if the
+        file is being written already.
 
         Raises:
-            Altered: the file that is there ends before.
+            Altered: the existing file is shorter than the bytes compared so far.
         """
 
     def flush(self) -> None:
@@ -87,10 +87,10 @@ class DestinationFile:
         """Make durable what was flushed. The caller must have waited for all writes."""
 
     def end(self) -> None:
-        """Take note that the last byte was appended. Writes may still be under way."""
+        """Mark the file as complete: nothing more will be appended. Writes may still be pending."""
 
     def finish(self) -> None:
-        """Make the whole file durable. The caller must have waited for all writes."""
+        """Make the complete file durable. The caller must have waited for all writes."""
 
     def close(self) -> None:
         """Close what is open, whether the file is finished or not."""
@@ -127,25 +127,30 @@ class Destination(Protocol):
         Args:
             name: of the file, relative to the destination.
             pool: the threads that write it.
-            existing: an earlier run has begun it: what is appended is compared with what is there, until
+            existing: an earlier run wrote a part of it: appended bytes are compared with that part until
                 `start_writing`.
         """
 
     def write_file(self, name: str, data: bytes) -> None:
-        """Write a whole file that is none of those planned from the index (`Draft`), and make it durable."""
+        """Write a complete file that is not planned in the index (`Draft`), and make it durable.
+
+        Args:
+            name: of the file, relative to the destination.
+            data: its bytes.
+        """
 
     def append_journal(self, entry: JournalEntry) -> None:
         """Append an entry to the journal, by which an interrupted run is continued, and make it durable; does nothing
         unless `resumable`."""
 
     def restart(self) -> None:
-        """Forget what an earlier run left: everything is written anew."""
+        """Discard the progress of an earlier run, so that everything is written again."""
 
     def commit(self) -> None:
-        """Make what was written the destination. Every file must be finished.
+        """Give the written checkpoint its final name, or make it visible in the store. Every file must be finished.
 
         Raises:
-            CkpttoolError: that failed; `state_after_error` says what is there.
+            CkpttoolError: that failed; `state_after_error` says what the destination holds.
         """
 
     def fail(self, e: BaseException) -> BaseException:
@@ -164,23 +169,24 @@ class Destination(Protocol):
         if isinstance(e, CkpttoolError):
             self.add_hint(e)
         if isinstance(e, OSError) and not isinstance(e, BrokenPipeError):
-            return write_error(e, path_of_failure(e, self.location), self.state_after_error)
+            return write_error(e, get_failed_path(e, self.location), self.state_after_error)
         return e
 
     @property
     def in_place(self) -> bool:
-        """Return whether what was written has the destination's name by now."""
+        """Return whether the written checkpoint has its final name, or is visible in the store."""
 
     @property
     def state_after_error(self) -> str:
-        """Return a sentence that says what is at the destination after an error."""
+        """Return a sentence, for people, that says what the destination holds after an error."""
 
     @property
     def resume_hint(self) -> str:
-        """Return sentences that say what is there after an interruption, and what to do."""
+        """Return sentences, for people, that say what an interrupted run left and how to resume or restart."""
 
     def add_hint(self, e: CkpttoolError) -> None:
-        """Add a note to an error that says what is at the destination now, where its message does not say so."""
+        """Add a note to an error that says what the destination holds now or how to resume, unless its message says
+        so."""
 
     def interrupt(self) -> None:
         """Keep what the next run can continue from, and remove the rest."""
@@ -189,7 +195,7 @@ class Destination(Protocol):
         """Remove everything that was written."""
 
     def release(self) -> None:
-        """Stop writing, give up the destination, and keep what the next run can continue from."""
+        """Stop writing and release the lock, but keep what the next run can resume from."""
 
 
 class ParallelDestination(Destination, Protocol):
@@ -203,40 +209,44 @@ class ParallelDestination(Destination, Protocol):
 
     @property
     def has_earlier_parts(self) -> bool:
-        """Return whether an earlier run of several workers left something to continue from."""
+        """Return whether an earlier run with several workers left parts to resume from."""
 
     @property
     def filled_parts(self) -> dict[int, PartResult]:
-        """Return {number of a part: what its worker recorded of it} for the parts of this plan that are filled."""
+        """Return {part number: the result that its worker recorded} for the complete parts of this plan."""
 
     def why_alone(self) -> str | None:
-        """Return a text that says why one process has to fill it after all; None where several can. It may ask a
-        store."""
+        """Return the reason, as text, why only one process can write to this destination; None if several can. May send
+        a request to a store."""
 
     def share(self, files: Mapping[str, int]) -> SharedState:
-        """Create files for several processes to fill, and return as plain data what a worker makes its `SharedTree` or
-        `SharedObjects` of.
+        """Create files that several processes will write, and return the plain data from which a worker makes its
+        `SharedTree` or `SharedObjects`.
 
         Args:
             files: {name: bytes} of the files.
         """
 
     def stop_sharing(self) -> None:
-        """Refuse what workers write from here on; to be called when all is filled."""
+        """Refuse all further writes of workers; called when all parts are complete."""
 
     def find_missing_cells(
         self, sent: Mapping[str, Mapping[int, str]], sizes: Mapping[str, int]
     ) -> list[tuple[str, int]]:
-        """Return [(file, number of a cell)] for the cells, pieces of `part_bytes`, that a store does not have as they
-        were sent; [] on a disk, where nothing is sent.
+        """Return [(file, cell number)] of the cells, pieces of `part_bytes`, that a store lacks or has with another
+        size or ETag; [] for a destination on disk, which uploads nothing.
 
         Args:
-            sent: {file: {number of a cell: ETag that the store answered}}.
+            sent: {file: {cell number: ETag that the store returned}}.
             sizes: {file: bytes}.
         """
 
     def path(self, name: str) -> str:
-        """Return the path at which a file is built on this machine; only where `part_bytes` is 0."""
+        """Return the local path at which a file is built; only if `part_bytes` is 0.
+
+        Args:
+            name: of the file, relative to the destination.
+        """
 
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -256,7 +266,7 @@ def write_error(e: OSError, path: str, outcome: str = "The destination is untouc
             "and used.",
             code="CKPT0801",
         )
-    if (what := missing_resource(e)) is not None:
+    if (what := describe_missing_resource(e)) is not None:
         return NoSpace(
             f"{path}: {e.strerror}: {what}. {outcome} Fix that or write elsewhere, then run the same command again."
         )

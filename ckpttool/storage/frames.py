@@ -51,8 +51,15 @@ class FramedFile:
     def add(
         self, start: int, end: int, at: int, length: int, prove: Callable[[int, FrameRead], Proof], row: int
     ) -> int:
-        """Add an item, bytes [start, end) of the object, with its payload, `length` bytes from byte `at` on; return its
-        number. `prove(row, reads the object)` looks into it."""
+        """Add an item whose payload offset is assumed, and return its number.
+
+        Args:
+            start, end: the item is bytes [start, end) of the object.
+            at, length: the assumed offset of its payload in the object, and the bytes of that.
+            prove: called as `prove(row, read)` before the payload is used, where `read(offset, length)` reads the
+                object; returns what the item really says (`Proof`).
+            row: passed on to `prove`.
+        """
         for column, x in zip(
             (self._start, self._end, self._at, self._length, self._rows), (start, end, at, length, row), strict=True
         ):
@@ -63,40 +70,45 @@ class FramedFile:
         return len(self._known) - 1
 
     def count(self) -> tuple[int, int]:
-        """Return (items that nobody has looked into, all of them)."""
+        """Return (number of items not proved yet, number of all items)."""
         return len(self._known) - sum(self._known), len(self._known)
 
     def is_proved(self, number: int) -> bool:
-        """Return whether an item was looked into."""
+        """Return whether the item with this number has been read and its payload offset confirmed or corrected."""
         return bool(self._known[number])
 
     def crc32(self, number: int) -> int:
-        """Return the CRC32 of the payload of an item, as the item says it; 0 where it says none.
+        """Return the CRC32 that an item stores of its payload, after proving the item; 0 if it stores none.
 
         Raises:
             CkpttoolError: the item is damaged, or cannot be read.
         """
-        self._prove(number, self.raw)
+        self._prove_item(number, self.raw)
         return self._crcs[number]
 
     def prove_all(self) -> None:
-        """Look into all items.
+        """Prove all items that are not proved yet.
 
         Raises:
             CkpttoolError: one is damaged, or cannot be read.
         """
-        for number in self._order()[0]:
-            self._prove(number, self.raw)
+        for number in self._sort_items()[0]:
+            self._prove_item(number, self.raw)
 
     def ends(self) -> Iterator[tuple[int, int]]:
-        """Yield the ranges (offset, length) that `prove_all` reads."""
-        for k in self._order()[0]:
+        """Yield the ranges (offset, length) before and behind the payload of every item not proved yet, for prefetching
+        before `prove_all`."""
+        for k in self._sort_items()[0]:
             if not self._known[k]:
                 behind = self._at[k] + self._length[k]
                 yield from ((a, b - a) for a, b in ((self._start[k], self._at[k]), (behind, self._end[k])) if b > a)
 
-    def _prove(self, number: int, read: FrameRead) -> None:
-        """Look into an item, once.
+    def _prove_item(self, number: int, read: FrameRead) -> None:
+        """Prove an item, unless that was done before: keep its CRC32 and, if its payload is elsewhere, how to read it.
+
+        Args:
+            number: of the item.
+            read: reads bytes (offset, length) of the object.
 
         Raises:
             CkpttoolError: it is damaged, or cannot be read.
@@ -109,30 +121,30 @@ class FramedFile:
                     self._elsewhere[number] = found.read
                 self._known[number] = 1
 
-    def _order(self) -> tuple[list[int], list[int]]:
-        """Return (numbers of the items by the place of their payloads, those places)."""
+    def _sort_items(self) -> tuple[list[int], list[int]]:
+        """Return (item numbers sorted by payload offset, those offsets)."""
         if len(self._ordered[0]) != len(self._at):
             numbers = sorted(range(len(self._at)), key=self._at.__getitem__)
             self._ordered = numbers, [self._at[k] for k in numbers]
         return self._ordered
 
-    def _touched(self, offset: int, end: int) -> list[int]:
-        """Return the numbers of the items whose payloads have some of the bytes [offset, end)."""
-        numbers, places = self._order()
+    def _find_overlapping_items(self, offset: int, end: int) -> list[int]:
+        """Return the numbers of the items whose payloads overlap bytes [offset, end), sorted by payload offset."""
+        numbers, places = self._sort_items()
         first = max(0, bisect_right(places, offset) - 1)
         return [k for k in numbers[first : bisect_left(places, end)] if self._at[k] + self._length[k] > offset]
 
     def widen(self, offset: int, end: int) -> tuple[int, int]:
-        """Return the range [low, high) that is fetched when bytes [offset, end) are read: with what is to be looked at
-        of items that are not proved, where that is near."""
-        unproved = [k for k in self._touched(offset, end) if not self._known[k]]
+        """Return the range (low, high) to fetch for bytes [offset, end): extended to the headers and trailers of items
+        not proved yet, unless these are more than 256 KiB away."""
+        unproved = [k for k in self._find_overlapping_items(offset, end) if not self._known[k]]
         low = min((self._start[k] for k in unproved), default=offset)
         high = max((self._end[k] for k in unproved), default=end)
         return (low if 0 < offset - low <= _GAP else offset), (high if 0 < high - end <= _GAP else end)
 
     def read(self, offset: int, n: int) -> bytes | bytearray | memoryview:
-        """Return the `n` bytes from byte `offset` on, where items are assumed to be; each item that they touch is
-        proved before.
+        """Return the `n` bytes from byte `offset` on, as if every payload were at its assumed offset. Each item that
+        the range overlaps is proved first, and a payload that is elsewhere is read from there.
 
         Raises:
             CkpttoolError: an item is damaged, or cannot be read.
@@ -145,10 +157,10 @@ class FramedFile:
             """Read bytes of the object, of which some are here."""
             return data[at - low : at - low + count] if low <= at and at + count <= high else self.raw(at, count)
 
-        touched = self._touched(offset, end)
+        touched = self._find_overlapping_items(offset, end)
         for k in touched:
             if not self._known[k]:
-                self._prove(k, read_here)
+                self._prove_item(k, read_here)
         moved = [k for k in touched if k in self._elsewhere]
         if not moved:
             return data[offset - low : end - low]
@@ -169,7 +181,7 @@ class LaterRecord(Record):
 
     @classmethod
     def of(cls, extent: Extent, framed: FramedFile, number: int) -> LaterRecord:
-        """Make the record of an item."""
+        """Make the record of item `number` of an object, whose bytes are `extent`."""
         return cls(extent, (framed, number))  # type: ignore[arg-type]
 
     @property
@@ -180,16 +192,16 @@ class LaterRecord(Record):
 
     @property
     def crc32(self) -> int:
-        """Return the CRC32; 0 where the item says none."""
+        """Return the CRC32 that the item stores of its payload; 0 if it stores none. Proves the item if needed."""
         framed, number = self._place
         return framed.crc32(number)
 
     @property
     def known(self) -> bool:
-        """Return whether the item was looked into."""
+        """Return whether the CRC32 is known without reading: whether the item was proved."""
         framed, number = self._place
         return framed.is_proved(number)
 
     def moved(self, by: int) -> LaterRecord:
-        """Return the same record, as `Record.moved`."""
+        """Return the same record with its file number increased by `by`, as `Record.moved` does."""
         return LaterRecord(self.extent._replace(file=self.extent.file + by), self[1])

@@ -20,24 +20,25 @@ __all__ = ["bound_hub_client"]
 
 
 def bound_hub_client() -> None:
-    """Have the HTTP client that huggingface_hub shares report its requests and answers to the current `RequestBudget`,
-    now and whenever the client is made again."""
+    """Make huggingface_hub's shared HTTP client report its requests and responses to the current `RequestBudget`;
+    clients that huggingface_hub creates later do the same."""
     import huggingface_hub
     from huggingface_hub.utils import _http
 
     if _is_bounded(huggingface_hub.get_session()):
         return
     make = getattr(_http, "_GLOBAL_CLIENT_FACTORY", _http.default_client_factory)
-    huggingface_hub.set_client_factory(lambda: _bound(make()))
+    huggingface_hub.set_client_factory(lambda: _bound_client(make()))
 
 
 def _is_bounded(client: Any) -> bool:
-    """Return whether a client of httpx has our hooks already."""
+    """Return whether an httpx client already has the hooks of this module."""
     return _after_response in client.event_hooks["response"]
 
 
-def _bound(client: Any) -> Any:
-    """Add our hooks to a client of httpx, and have its connection pools watch their network; returns the client."""
+def _bound_client(client: Any) -> Any:
+    """Add the hooks of this module to an httpx client, and wrap the network backends of its connection pools; return
+    the client."""
     hooks = client.event_hooks
     client.event_hooks = {
         "request": [*hooks["request"], _before_request],
@@ -51,7 +52,8 @@ def _bound(client: Any) -> Any:
 
 
 def _before_request(request: Any) -> None:
-    """Count a request of httpx against the current budget, if there is one, before it is sent; a hook of httpx.
+    """Check a request against the current budget, if there is one, before it is sent, and ask for an unencoded
+    response; a hook of httpx.
 
     Raises:
         RemoteError: the time for all requests has passed.
@@ -62,11 +64,11 @@ def _before_request(request: Any) -> None:
 
 
 def _after_response(response: Any) -> None:
-    """Check the header of an answer, and bound its body, where a request budget is in effect; a hook of httpx.
+    """Check the headers of a response and limit its body, if a request budget is in effect; a hook of httpx.
 
     Raises:
-        RemoteError: the header breaks a rule of the budget.
-        Unsafe: the server redirects to where nothing may be sent.
+        RemoteError: the headers break a rule of the budget.
+        Unsafe: a redirect, or the link to the next page, is one that `check_redirect` refuses.
     """
     budget = current_budget()
     if budget is None:
@@ -85,15 +87,16 @@ def _after_response(response: Any) -> None:
     if downloads and response.status_code < 300:
         most = LIMITS.download_bytes
     ranged = bool(asked) and response.status_code < 300
-    stream_class = _body_class(sys.modules[type(response).__module__.partition(".")[0]].SyncByteStream)
+    stream_class = _make_body_class(sys.modules[type(response).__module__.partition(".")[0]].SyncByteStream)
     response.stream = stream_class(
         response.stream, budget, most, counted=not (ranged or downloads), ignored=response.status_code == 200
     )
 
 
 @cache
-def _body_class(base: type) -> Any:
-    """Return `_BoundedBody` as a subclass of `base`, the stream class that httpx or httpx2 expects a body to be."""
+def _make_body_class(base: type) -> Any:
+    """Return a class that is both `_BoundedBody` and `base`, the SyncByteStream of httpx or httpx2, which these require
+    of a body."""
     return type("Body", (_BoundedBody, base), {})
 
 
@@ -124,7 +127,7 @@ class _BoundedBody:
         self._budget.check_body(bytes(whole))
 
     def close(self) -> None:
-        """Close the stream of httpx."""
+        """Close the wrapped stream."""
         self._stream.close()
 
 
@@ -161,7 +164,7 @@ class _WatchedStream:
         return _WatchedStream(self._stream.start_tls(*args, **how))
 
     def write(self, *args: Any, **how: Any) -> None:
-        """Write as the wrapped stream does, with its arguments; the wait for an answer begins anew."""
+        """Write as the wrapped stream does, with the same arguments, and restart the measured wait for a response."""
         budget = current_budget()
         if budget is not None:
             how["timeout"] = budget.stall_seconds

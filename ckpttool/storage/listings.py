@@ -17,12 +17,12 @@ from urllib.parse import unquote, urljoin
 from ..errors import RemoteError, Unsafe
 from .answer_limits import LIMITS
 from .retries import with_retries
-from .urls import check_inside
+from .urls import check_object_name
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-__all__ = ["file_info", "follow_pages", "list_entries", "list_tree"]
+__all__ = ["follow_pages", "list_entries", "list_tree", "make_hub_file_info"]
 
 #: What a store says of an object or folder, as fsspec's `info`; or a page of such, and arguments for the next one.
 StoreInfo = dict[str, Any]
@@ -44,13 +44,13 @@ def follow_pages(
     """Yield the pages of a listing until it ends.
 
     Args:
-        url: of what is listed, for messages.
-        ask: requests a page with these arguments, and returns it; {} for the first page.
-        following: returns the arguments for the page after this one; None after the last. A KeyError of it means that
-            the server gave none.
+        url: of the listed folder, for messages.
+        ask: requests a page with these arguments ({} for the first page), and returns it.
+        following: returns the arguments for the page after the given one, or None after the last; raises KeyError if
+            the server announced another page without naming it.
 
     Raises:
-        RemoteError: a page that was there comes back, or there are too many, or they take too long.
+        RemoteError: a page is named twice, there are too many, or they take too long.
     """
     more: StoreInfo | None = {}
     seen: set[str] = set()
@@ -86,18 +86,17 @@ def follow_pages(
 
 
 def list_entries(fs: AbstractFileSystem, path: str, query: str, url: str) -> dict[str, StoreInfo]:
-    """Return {name: what the store says of it, as fsspec's `info`} for all that lies directly below a folder of a
-    store.
+    """List the entries directly in a folder of a store: {name: fsspec's `info` of it}.
 
     Args:
         fs: fsspec's file system of the store.
-        path: of the folder in it, without a slash at its end.
-        query: "?..." that every request of a web server carries, or "".
+        path: of the folder in `fs`, without a slash at its end.
+        query: "?..." that every request to a web server carries, or "".
         url: of the folder, for messages.
 
     Raises:
-        Unsafe: a name leads elsewhere.
-        RemoteError: a name comes twice, or there are too many; the store fails.
+        Unsafe: a name leads out of the folder.
+        RemoteError: a name is listed twice, there are too many names, or the store fails.
     """
     protocols = [fs.protocol] if isinstance(fs.protocol, str) else list(fs.protocol)
     out: dict[str, StoreInfo] = {}
@@ -130,12 +129,12 @@ def list_entries(fs: AbstractFileSystem, path: str, query: str, url: str) -> dic
         name = name.removeprefix(head)
         name = name[:-1] if info.get("type") == "directory" and name.endswith("/") else name
         if "/" in name:
-            check_inside(name, url)
+            check_object_name(name, url)
             raise RemoteError(
                 f"{url}: the store lists {name[:200]!r}, which does not lie directly below. Check the store.",
                 code="CKPT0906",
             )
-        if check_inside(name, url) in out and {out[name].get("type"), info.get("type")} == {"file"}:
+        if check_object_name(name, url) in out and {out[name].get("type"), info.get("type")} == {"file"}:
             raise RemoteError(f"{url}: the store lists {name[:200]!r} twice. Check the store.", code="CKPT0906")
         if out.get(name, info).get("type") == info.get("type") or info.get("type") == "file":
             out[name] = info
@@ -144,7 +143,11 @@ def list_entries(fs: AbstractFileSystem, path: str, query: str, url: str) -> dic
 
 
 def _check_count(found: StoreInfo, url: str) -> None:
-    """Refuse a listing of more names ({name: info} so far) than a checkpoint can have.
+    """Refuse a listing with more names than a checkpoint can have (`LIMITS.names`).
+
+    Args:
+        found: {name: fsspec's `info`} listed so far.
+        url: of the folder, for messages.
 
     Raises:
         RemoteError: there are more.
@@ -157,14 +160,15 @@ def _check_count(found: StoreInfo, url: str) -> None:
 
 
 def list_tree(fs: AbstractFileSystem, path: str, url: str) -> Iterator[tuple[str, StoreInfo]] | None:
-    """Yield (name relative to a folder of a store, fsspec's `info`) of all objects below it, a thousand for each
-    request. None where the store cannot list so.
+    """Return an iterator of (name relative to a folder of a store, fsspec's `info`) over all objects below the folder,
+    a page for each request; None if the store cannot list recursively (all but S3, GCS and Azure).
 
     Args:
         fs, path, url: as for `list_entries`.
 
-    Raises (while it yields):
-        Unsafe: a name leads elsewhere.
+    Raises (while iterating):
+        Unsafe: a name leads out of the folder.
+        RemoteError: the store fails.
     """
     protocols = [fs.protocol] if isinstance(fs.protocol, str) else list(fs.protocol)
     listers = {"s3": _list_s3, "gs": _list_gcs, "abfs": _list_azure}
@@ -174,7 +178,9 @@ def list_tree(fs: AbstractFileSystem, path: str, url: str) -> Iterator[tuple[str
     found = ((str(info["name"]).removeprefix(path + "/"), info) for info in pages(fs, path, url, deep=True))
     # without the mark of an empty folder; that of one below it ends in a slash
     return (
-        (check_inside(name.removesuffix("/"), url) + "/" * name.endswith("/"), info) for name, info in found if name
+        (check_object_name(name.removesuffix("/"), url) + "/" * name.endswith("/"), info)
+        for name, info in found
+        if name
     )
 
 
@@ -224,8 +230,8 @@ def _list_gcs(fs: AbstractFileSystem, path: str, url: str, deep: bool = False) -
 
 def _list_azure(fs: AbstractFileSystem, path: str, url: str, deep: bool = False) -> Iterator[StoreInfo]:
     """Yield fsspec's `info` of each blob and prefix directly below a path "container/key" of Azure, or with `deep` of
-    each blob at any depth; `url` is for messages. A blob that stands for a folder, as accounts with a hierarchical
-    namespace have them, is a folder."""
+    each blob at any depth; `url` is for messages. The blob by which an account with a hierarchical namespace represents
+    a folder is reported as a folder."""
     from fsspec.asyn import sync
 
     container, _, key = path.partition("/")
@@ -251,11 +257,12 @@ def _list_azure(fs: AbstractFileSystem, path: str, url: str, deep: bool = False)
 
 
 def _list_hub(fs: AbstractFileSystem, path: str, at: Any, url: str) -> list[StoreInfo]:
-    """Return fsspec's `info` of each file and folder in a folder of a repository or bucket on the Hub.
+    """List fsspec's `info` of each file and folder directly in a folder of a repository or bucket on the Hub.
 
     Args:
-        path: of the folder, as `fs` takes it.
-        at: what `fs.resolve_path` made of the path.
+        fs: fsspec's file system of the Hub.
+        path: of the folder in `fs`.
+        at: what `fs.resolve_path(path)` returned.
         url: for messages.
 
     Raises:
@@ -278,7 +285,7 @@ def _list_hub(fs: AbstractFileSystem, path: str, at: Any, url: str) -> list[Stor
     for entry in listed:
         info: StoreInfo = {"name": f"{head}/{entry.path}", "type": "directory", "size": 0}
         if hasattr(entry, "size"):
-            info |= file_info(entry)
+            info |= make_hub_file_info(entry)
         out.append(info)
         if len(out) > LIMITS.names:
             raise RemoteError(
@@ -288,9 +295,9 @@ def _list_hub(fs: AbstractFileSystem, path: str, at: Any, url: str) -> list[Stor
     return out
 
 
-def file_info(entry: Any) -> StoreInfo:
-    """Return what the Hub says of a file, as fsspec's `info` without the name: its bytes, its hash in git (of a
-    repository) or in Xet (of a bucket), and when it was uploaded to a bucket.
+def make_hub_file_info(entry: Any) -> StoreInfo:
+    """Convert huggingface_hub's description of a file to fsspec's `info` without the name: {"type", "size", and
+    "blob_id" (its hash in git, in a repository) or "xet_hash" and "LastModified" (upload time, in a bucket)}.
 
     Args:
         entry: huggingface_hub's RepoFile or BucketFile.
@@ -301,8 +308,13 @@ def file_info(entry: Any) -> StoreInfo:
 
 
 def _list_links(fs: AbstractFileSystem, url: str) -> list[str]:
-    """Return the names directly below a URL that its web page links to; [] if it is no page. Links that lead elsewhere
-    are passed over, since the page is made for people."""
+    """List the names directly below a URL that its web page links to; [] if it is no HTML page. Links to other places
+    are ignored.
+
+    Args:
+        fs: fsspec's file system for HTTP.
+        url: of the folder, possibly with a query.
+    """
     from fsspec.asyn import sync
 
     async def call() -> str:
@@ -325,7 +337,7 @@ def _list_links(fs: AbstractFileSystem, url: str) -> list[str]:
             name = unquote(link.partition("://")[2].removeprefix(base.partition("://")[2]).rstrip("/"))
             try:
                 if name and "/" not in name:
-                    out[check_inside(name, url)] = None
+                    out[check_object_name(name, url)] = None
             except Unsafe:
                 continue
         if len(out) > LIMITS.names:

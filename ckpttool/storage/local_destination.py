@@ -27,14 +27,14 @@ from ..errors import (
     Unsafe,
     UsageError,
     argument,
+    get_failed_path,
     note_change,
-    path_of_failure,
 )
 from . import partial
 from .destination_protocol import ParallelDestination, PartResult, SharedState, write_error
 from .local_file import LocalFile, WriterPool, sync_folder
 from .lock import ensure_owner_mode, take_lock, unlock
-from .shared_tree import is_coherent, read_filled_parts
+from .shared_tree import has_coherent_page_cache, read_filled_parts
 
 __all__ = ["LocalDestination", "check_free_space", "refuse_target"]
 
@@ -59,7 +59,7 @@ class LocalDestination(ParallelDestination):
         self.leftovers = leftovers = partial.LeftoverFiles(target)
         self.target, self.parent, self.name = leftovers.target, leftovers.parent, leftovers.name
         self.is_file, self.force, self.plan = is_file, force, plan
-        self._journal = self._lock = self._folder = -1
+        self._write_journal_line = self._lock = self._folder = -1
         self._built: tuple[int, int] | None = None  # device and inode of what is to be renamed to the target
         self.folder = self.location = self.tree = self.journal_path = self.parent
         self.earlier = partial.EarlierRun()
@@ -67,57 +67,56 @@ class LocalDestination(ParallelDestination):
         refuse_target(self.target, is_file, force)
         try:
             self._lock = take_lock(leftovers)
-            if old := partial.put_back(leftovers):
-                self.messages.append(partial.put_back_message(self.target, old))
+            if old := partial.restore_old_target(leftovers):
+                self.messages.append(partial.describe_restored_target(self.target, old))
             refuse_target(self.target, is_file, force)
             self._prepare_folder(need_bytes)
         except BaseException as e:
             if self._folder >= 0 and not self._has_progress:
-                self._remove_folder()
+                self._remove_partial_folder()
             self.release()
             if isinstance(e, OSError):
-                raise write_error(e, path_of_failure(e, self.folder)) from e
+                raise write_error(e, get_failed_path(e, self.folder)) from e
             raise
 
     def _prepare_folder(self, need_bytes: int) -> None:
-        """Find what an earlier run of this plan left or make a new folder, remove what runs of other plans left, and
-        open the journal.
+        """Open the partial folder that an earlier run of this plan left, or a new one, and its journal; remove all
+        other partial folders of ours for this destination.
 
         Args:
-            need_bytes: that the destination will take on the disk.
+            need_bytes: bytes that the destination will take on disk.
 
         Raises:
-            NoSpace: there is less room.
+            NoSpace: the file system has less free space.
             DestinationExists: no name is free for the folder.
         """
         mine = f"{self.leftovers.prefix}{self.plan[:12]}"
         found = None
         for folder in self.leftovers.folders():
             same = os.path.basename(folder).startswith(mine)
-            if why := partial.why_foreign(folder):
+            if why := partial.explain_foreign_folder(folder):
                 self.messages.append(
                     f"{folder} {why}, so it was not used; if you know that it can go: rm -r {shlex.quote(folder)}"
                 )
                 continue
             earlier = partial.parse_journal(partial.read_journal(folder), self.plan) if same and not found else None
-            if earlier and partial.is_continuable(folder):
+            if earlier and partial.is_resumable_folder(folder):
                 found, self.earlier = folder, earlier
                 continue
-            if left := partial.remove(folder, self.target):
+            if left := partial.remove_partial_folder(folder, self.target):
                 self.messages.append(left)
             elif not same:
                 self.messages.append(
                     f"removed {os.path.basename(folder)}, left by an interrupted run with other options"
                 )
-        self._open_folder(found or self._new_folder(mine))
+        self._open_folder(found or self._create_folder(mine))
         have = sum(e.stat().st_blocks * 512 for e in _list_files(self.tree))
         check_free_space(self.parent, need_bytes, have)
         if not found:
             self.restart()
 
-    def _new_folder(self, name: str) -> str:
-        """Create the folder in which the destination is built, under `name` or the first of "NAME-1" to "NAME-99" that
-        is free, and return its path.
+    def _create_folder(self, name: str) -> str:
+        """Create the partial folder under `name`, or the first free one of "NAME-1" to "NAME-99", and return its path.
 
         Raises:
             DestinationExists: none is free.
@@ -134,8 +133,8 @@ class LocalDestination(ParallelDestination):
         )
 
     def _open_folder(self, folder: str) -> None:
-        """Work in this folder from now on: open it, its `tree` in which the destination is built, and its journal,
-        whose last line is removed if it was cut off."""
+        """Use `folder` as the partial folder: open it, its `tree`, in which the destination is built, and its journal,
+        from which an incomplete last line is removed."""
         self.folder = self.location = folder
         self.tree, self.journal_path = os.path.join(folder, "tree"), os.path.join(folder, "journal")
         self.readable_path = os.path.join(self.tree, self.name) if self.is_file else self.tree
@@ -144,17 +143,17 @@ class LocalDestination(ParallelDestination):
             os.mkdir(self.tree)
             ensure_owner_mode(self.tree, 0o700)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._journal = os.open(self.journal_path, flags, 0o600)
-        ensure_owner_mode(self._journal, 0o600)
+        self._write_journal_line = os.open(self.journal_path, flags, 0o600)
+        ensure_owner_mode(self._write_journal_line, 0o600)
         with open(self.journal_path, "rb") as f:
-            os.ftruncate(self._journal, f.read().rfind(b"\n") + 1)  # a line that was cut off
+            os.ftruncate(self._write_journal_line, f.read().rfind(b"\n") + 1)  # a line that was cut off
 
     def restart(self) -> None:
         """Remove what an earlier run left in the folder, and begin a new journal."""
         for entry in os.scandir(self.tree):
             (shutil.rmtree if entry.is_dir(follow_symlinks=False) else os.unlink)(entry.path)
         shutil.rmtree(os.path.join(self.folder, "parts"), ignore_errors=True)
-        os.ftruncate(self._journal, 0)
+        os.ftruncate(self._write_journal_line, 0)
         self.append_journal({"plan": self.plan, "name": self.name})
         self.earlier = partial.EarlierRun()
 
@@ -165,7 +164,7 @@ class LocalDestination(ParallelDestination):
 
     @property
     def in_place(self) -> bool:
-        """Return whether what was built has the target's name by now."""
+        """Return whether the target's path is what this run built: the checkpoint has its final name."""
         try:
             st = os.lstat(self.target)
         except OSError:
@@ -174,7 +173,7 @@ class LocalDestination(ParallelDestination):
 
     @property
     def state_after_error(self) -> str:
-        """Return a sentence or two that say what is at the destination after an error."""
+        """Return one or two sentences, for people, that say what the destination holds after an error."""
         if self.in_place:
             left = ""
             if os.path.lexists(self.folder):
@@ -184,7 +183,7 @@ class LocalDestination(ParallelDestination):
 
     @property
     def resume_hint(self) -> str:
-        """Return sentences that say what is there after an interruption, and what to do."""
+        """Return sentences, for people, that say what an interrupted run left and how to resume or restart."""
         if self.in_place:
             return self.state_after_error
         if not self._has_progress:
@@ -193,28 +192,28 @@ class LocalDestination(ParallelDestination):
 
     @property
     def _has_progress(self) -> bool:
-        """Return whether there is something that the next run can continue from."""
+        """Return whether the partial folder holds finished tensors or parts from which the next run can resume."""
         earlier = partial.parse_journal(partial.read_journal(self.folder), self.plan)
         return (earlier is not None and earlier.done > 0) or bool(self.filled_parts)
 
     def interrupt(self) -> None:
-        """Keep what the next run can continue from, and remove the rest."""
+        """Keep the partial folder if the next run can resume from it; otherwise remove it. Releases the lock."""
         if self.in_place or not self._has_progress:
             self.abandon()
         else:
             self.release()
 
     def add_hint(self, e: CkpttoolError) -> None:
-        """Add to an error of the source, which knows nothing of the destination, how to continue; other errors stay as
-        they are."""
+        """Add a note with the resume hint to an error of the source (RemoteError, Unreadable); leave other errors
+        unchanged."""
         if isinstance(e, (RemoteError, Unreadable)):
             e.add_note(self.resume_hint)
 
     def append_journal(self, entry: partial.JournalEntry) -> None:
         """Append an entry to the journal and make it durable. The bytes that it counts as done must be durable
         already."""
-        os.write(self._journal, (json.dumps(entry, separators=(",", ":")) + "\n").encode())
-        os.fdatasync(self._journal)
+        os.write(self._write_journal_line, (json.dumps(entry, separators=(",", ":")) + "\n").encode())
+        os.fdatasync(self._write_journal_line)
 
     def open_file(self, name: str, pool: WriterPool, existing: bool) -> LocalFile:
         """Open a file of the destination at its first byte.
@@ -222,14 +221,14 @@ class LocalDestination(ParallelDestination):
         Args:
             name: of the file, relative to the destination.
             pool: the threads that write it.
-            existing: an earlier run has begun it: what is appended is compared with what is there, until
+            existing: an earlier run wrote a part of it: appended bytes are compared with that part until
                 `start_writing`.
         """
         return LocalFile(self.path(name), pool, existing)
 
     def share(self, files: Mapping[str, int]) -> SharedState:
-        """Create files in their full size for several processes to fill, and return as plain data what a worker makes
-        its `SharedTree` of.
+        """Create files in their full size that several processes will write, and return the plain data from which a
+        worker makes its `SharedTree`: {"folder", "fence", "plan", "coherent"}.
 
         Args:
             files: {name: bytes} of the files.
@@ -246,23 +245,23 @@ class LocalDestination(ParallelDestination):
                     os.ftruncate(fd, size)
             finally:
                 os.close(fd)
-        st = os.fstat(self._journal)
+        st = os.fstat(self._write_journal_line)
         return {
             "folder": self.folder,
             "fence": [st.st_ino, st.st_size],
             "plan": self.plan,
-            "coherent": is_coherent(self.folder),
+            "coherent": has_coherent_page_cache(self.folder),
         }
 
     def stop_sharing(self) -> None:
-        """Refuse what workers write from here on, when all parts are filled: a slow worker whose part another one has
-        filled would change files that are read back."""
+        """Refuse all further writes of workers, when all parts are complete: a slow worker would otherwise change files
+        while they are read back."""
         self.append_journal({"done": self.earlier.done})  # the journal is another one than in their requests
 
     def find_missing_cells(
         self, sent: Mapping[str, Mapping[int, str]], sizes: Mapping[str, int]
     ) -> list[tuple[str, int]]:
-        """Return []: on a disk nothing is sent."""
+        """Return [], since nothing is uploaded."""
         return []
 
     def why_alone(self) -> None:
@@ -270,16 +269,21 @@ class LocalDestination(ParallelDestination):
 
     @property
     def has_earlier_parts(self) -> bool:
-        """Return whether an earlier run of several workers left something to continue from."""
+        """Return whether an earlier run with several workers left parts to resume from."""
         return bool(self.filled_parts)
 
     @property
     def filled_parts(self) -> dict[int, PartResult]:
-        """Return {number of a part: what its worker recorded of it} for the parts of this plan that are filled."""
+        """Return {part number: the result that its worker recorded} for the complete parts of this plan."""
         return read_filled_parts(self.folder, self.plan)
 
     def write_file(self, name: str, data: bytes) -> None:
-        """Write a whole file that is none of those planned from the index (`Draft`), and make it durable."""
+        """Write a complete file that is not planned in the index (`Draft`), and make it durable.
+
+        Args:
+            name: of the file, relative to the destination.
+            data: its bytes.
+        """
         with open(self.path(name), "wb") as f:
             ensure_owner_mode(f.fileno(), 0o600)
             f.write(data)
@@ -298,12 +302,13 @@ class LocalDestination(ParallelDestination):
         return path
 
     def commit(self) -> None:
-        """Make what was built the destination. Every file in it must be fsynced already.
+        """Give the built files the target's name. All of them must be fsynced already.
 
         Raises:
-            CkpttoolError: the destination is as it was, or (`in_place`) the new one, and the message says which.
-            DestinationExists: somebody has put something there meanwhile.
-            Unsafe: somebody has exchanged the folder in which it was built.
+            CkpttoolError: it failed; the message says whether the destination is the old one or (`in_place`) the new
+                one.
+            DestinationExists: the target was created meanwhile.
+            Unsafe: the partial folder was replaced by another one.
         """
         for folder, _, _ in os.walk(self.tree):
             sync_folder(folder)
@@ -311,16 +316,16 @@ class LocalDestination(ParallelDestination):
         if not os.path.samestat(there, os.fstat(self._folder)):
             raise Unsafe(f"{self.folder} was put in the place of ours while we wrote. The destination is untouched.")
         refuse_target(self.target, self.is_file, self.force)  # somebody may have put something there meanwhile
-        whole = os.fstat(self._journal).st_size
+        whole = os.fstat(self._write_journal_line).st_size
         self.append_journal(
             {"committed": True}
         )  # from here on `tree` may hold the old destination: never to be continued
         try:
-            self._rename()
+            self._rename_to_target()
         except BaseException:
             if not self.in_place and not os.path.lexists(os.path.join(self.folder, "old")):
                 with suppress(OSError):
-                    os.ftruncate(self._journal, whole)  # nothing was moved: the next run may continue
+                    os.ftruncate(self._write_journal_line, whole)  # nothing was moved: the next run may continue
             raise
         try:
             sync_folder(self.parent)
@@ -329,7 +334,7 @@ class LocalDestination(ParallelDestination):
             if self._replaced:
                 old = f" The old one is kept in {self.folder}; `{partial.clean_command(self.target)}` removes it."
             else:
-                self._remove_folder()
+                self._remove_partial_folder()
             error = NoSpace if e.errno in (errno.ENOSPC, errno.EDQUOT) else CkpttoolError
             raise error(
                 f"{self.parent}: {e.strerror} (errno {e.errno}) while the folder was synced. The new checkpoint is in "
@@ -339,13 +344,13 @@ class LocalDestination(ParallelDestination):
 
     _replaced = False
 
-    def _rename(self) -> None:
-        """Give what was built the target's name. A folder that had that name is moved into the partial folder; a file
-        is replaced.
+    def _rename_to_target(self) -> None:
+        """Rename the built file or folder to the target's name. An existing folder of that name moves into the partial
+        folder; an existing file is replaced.
 
         Raises:
-            DestinationExists: somebody has created the target meanwhile.
-            OSError: it could not be renamed.
+            DestinationExists: the target was created meanwhile.
+            OSError: the system call failed.
         """
         built = os.path.join("tree", self.name) if self.is_file else "tree"
         st = os.stat(built, dir_fd=self._folder, follow_symlinks=False)
@@ -354,22 +359,23 @@ class LocalDestination(ParallelDestination):
             os.replace(built, self.target, src_dir_fd=self._folder)
         elif os.path.lexists(self.target):
             self._replaced = True
-            if not partial.rename_special(built, self.target, 2, self._folder):  # EXCHANGE
-                self._rename_twice(built)
-        elif not partial.rename_special(built, self.target, 1, self._folder):  # NOREPLACE
+            if not partial.rename_with_flags(built, self.target, 2, self._folder):  # EXCHANGE
+                self._replace_by_two_renames(built)
+        elif not partial.rename_with_flags(built, self.target, 1, self._folder):  # NOREPLACE
             os.rename(built, self.target, src_dir_fd=self._folder)
         note_change(f"The new checkpoint is in place at {self.target} and complete.")
 
-    def _rename_twice(self, built: str) -> None:
-        """Replace the target where two names cannot be exchanged; for an instant there is no destination. If this
-        fails, the old one is put back here, or by the next run where this process was killed.
+    def _replace_by_two_renames(self, built: str) -> None:
+        """Replace the target with two renames, where the file system cannot exchange two names; between them there is
+        no destination. If the second fails, the old destination is renamed back, here or by the next run if this
+        process was killed.
 
         Args:
-            built: what becomes the target, by a path relative to the partial folder.
+            built: path of the new file or folder, relative to the partial folder.
 
         Raises:
-            OSError: it could not be renamed; the old destination is in its place.
-            CkpttoolError: nor could the old destination be put back; the message says where it is.
+            OSError: a rename failed; the old destination is in its place.
+            CkpttoolError: renaming the old destination back failed as well; the message says where it is.
         """
         old = os.path.join(self.folder, "old")
         try:
@@ -386,19 +392,19 @@ class LocalDestination(ParallelDestination):
                     ) from e
             raise
 
-    def _remove_folder(self) -> None:
-        """Remove the partial folder; what could not be removed is added to `messages`."""
+    def _remove_partial_folder(self) -> None:
+        """Remove the partial folder; if some of it cannot be removed, add a message to `messages`."""
         self._close_files()  # on NFS an open file is renamed, not removed
-        if left := partial.remove(self.folder, self.target):
+        if left := partial.remove_partial_folder(self.folder, self.target):
             self.messages.append(left)
 
     def abandon(self) -> None:
         """Remove everything that was built, and the lock."""
-        self._remove_folder()
+        self._remove_partial_folder()
         self.release()
 
     def release(self) -> None:
-        """Stop writing but keep what was built, for the next run; give up the lock."""
+        """Stop writing and release the lock, but keep the partial folder for the next run."""
         self._close_files()
         if self._lock >= 0:
             unlock(self.leftovers, self._lock)
@@ -406,25 +412,25 @@ class LocalDestination(ParallelDestination):
 
     def _close_files(self) -> None:
         """Close the journal and the folder."""
-        for fd in (self._journal, self._folder):
+        for fd in (self._write_journal_line, self._folder):
             if fd >= 0:
                 try:
                     os.close(fd)
                 except OSError:
                     pass  # each line of the journal was synced when it was written
-        self._journal = self._folder = -1
+        self._write_journal_line = self._folder = -1
 
 
 def check_free_space(folder: str, need_bytes: int, have: int = 0) -> int:
-    """Return the free bytes of the file system that a folder is on, if what is to be written there fits.
+    """Check that a file system has space for what will be written, and return its free bytes.
 
     Args:
-        folder: an existing one.
-        need_bytes: that will be written in all.
-        have: how many of them are on the disk already.
+        folder: an existing folder on that file system.
+        need_bytes: total bytes to write.
+        have: how many of these are on disk already.
 
     Raises:
-        NoSpace: it does not fit.
+        NoSpace: there is not enough space.
     """
     free = shutil.disk_usage(folder).free
     if need_bytes > free + have:
@@ -437,16 +443,16 @@ def check_free_space(folder: str, need_bytes: int, have: int = 0) -> int:
 
 
 def refuse_target(target: str, is_file: bool, force: bool) -> None:
-    """Refuse a destination that nothing may be written to; nothing is changed.
+    """Refuse a destination path that must not be written to; changes nothing.
 
     Args:
         target: absolute path of the destination.
-        is_file: a file is to be written there, not a folder.
-        force: what is there may be replaced, if it is of the same kind.
+        is_file: a file will be written there, not a folder.
+        force: an existing target of the same kind may be replaced.
 
     Raises:
-        DestinationExists: something is there that is not to be replaced.
-        UsageError: its folder is missing, or the path cannot be looked at.
+        DestinationExists: the target exists and must not be replaced.
+        UsageError: its folder is missing, or the path cannot be examined.
     """
     folder = os.path.dirname(target)
     if not os.path.isdir(folder):

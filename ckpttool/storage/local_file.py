@@ -36,7 +36,8 @@ def sync_folder(path: str) -> None:
 
 
 def replace_file(path: str, data: bytes) -> None:
-    """Write a small file beside its place, make it durable, and rename it: readers find the old one or the new one.
+    """Write a small file atomically and durably: under a temporary name, then renamed, so that readers see either the
+    old file or the new one.
 
     Raises:
         CkpttoolError: it cannot be written.
@@ -88,10 +89,11 @@ class WriterPool:
         self.holders: OrderedDict[LocalFile, None] = OrderedDict()  # files that hold a buffer, idle longest first
 
     def acquire(self, out: LocalFile) -> memoryview:
-        """Return a free buffer for a file; when all are held, the file that was idle longest gives its own up.
+        """Return a free buffer for a file. If all are in use, the file that was idle longest gives up its buffer first;
+        waits for a write if needed.
 
         Raises:
-            CkpttoolError: an earlier write failed, with the reason.
+            CkpttoolError: an earlier write failed; this is its error.
         """
         if self.spare == 0:
             idle = next(iter(self.holders))
@@ -103,21 +105,21 @@ class WriterPool:
         return buffer
 
     def submit(self, out: LocalFile, buffer: memoryview, n: int, offset: int) -> None:
-        """Have a thread write buffer[:n] at byte `offset` of a file and give the buffer back; waits while too many
-        writes are under way.
+        """Queue buffer[:n] to be written at byte `offset` of a file by a thread, which then frees the buffer; waits
+        while too many writes are pending.
 
         Raises:
-            CkpttoolError: an earlier write failed, with the reason.
+            CkpttoolError: an earlier write failed; this is its error.
         """
         self.holders.pop(out, None)
         self.spare += 1
         while len(self.pending) >= self.most_pending:
             self.pending.pop(0).result()
-        self.pending.append(self.pool.submit(self._write, out, buffer, n, offset))
+        self.pending.append(self.pool.submit(self._write_and_free, out, buffer, n, offset))
 
-    def _write(self, out: LocalFile, buffer: memoryview, n: int, offset: int) -> None:
-        """Write buffer[:n] at byte `offset` of a file, and give the buffer back to the pool, whether the write succeeds
-        or not."""
+    def _write_and_free(self, out: LocalFile, buffer: memoryview, n: int, offset: int) -> None:
+        """Write buffer[:n] at byte `offset` of a file, and free the buffer whether or not the write succeeds; runs in a
+        writer thread."""
         try:
             out.pwrite(buffer[:n], offset)
         finally:
@@ -167,7 +169,7 @@ class LocalFile(DestinationFile):
             raise
 
     def read_earlier(self, offset: int, length: int) -> bytes:
-        """Return the `length` bytes from `offset` on that an earlier run wrote; fewer where it did not. Only before
+        """Return the `length` bytes from `offset` on that an earlier run wrote; fewer if it wrote fewer. Only before
         `start_writing`."""
         return os.pread(self.there, length, offset)
 
@@ -180,11 +182,11 @@ class LocalFile(DestinationFile):
             self.at += len(data)
 
     def start_writing(self) -> None:
-        """Write from the next byte on, instead of comparing with what an earlier run wrote; does nothing where that is
-        the case already.
+        """Switch from comparing with the bytes of an earlier run to writing, from the next byte on; does nothing if the
+        file is being written already.
 
         Raises:
-            Altered: the file that is there ends before.
+            Altered: the existing file is shorter than the bytes compared so far.
         """
         if self.there < 0:
             return
@@ -196,11 +198,11 @@ class LocalFile(DestinationFile):
         self.there = -1
 
     def append(self, data: bytes | memoryview) -> None:
-        """Append bytes; before `start_writing`, compare them with what an earlier run wrote.
+        """Append bytes; before `start_writing`, compare them with the bytes of the earlier run instead.
 
         Raises:
-            Altered: other bytes are there.
-            CkpttoolError: an earlier write failed, with the reason.
+            Altered: they differ.
+            CkpttoolError: an earlier write failed; this is its error.
         """
         if self.there >= 0:
             if self.read_earlier(self.at, len(data)) != data:
@@ -228,8 +230,8 @@ class LocalFile(DestinationFile):
                 self.release_buffer()
 
     def release_buffer(self) -> None:
-        """Hand the whole pages (of 4096 bytes) in the buffer to the writer threads and give the buffer up; the bytes
-        after them are kept in `tail`."""
+        """Submit the complete pages (of 4096 bytes) in the buffer for writing and give up the buffer; the remaining
+        bytes are kept in `tail`."""
         if self.buffer is None:
             if len(self.tail) < ALIGN:
                 return
@@ -243,7 +245,8 @@ class LocalFile(DestinationFile):
         self.base += whole
 
     def flush(self) -> None:
-        """Write everything appended so far: whole pages, and the rest padded to a page, which `finish` cuts off."""
+        """Submit everything appended so far for writing: complete pages, then the rest padded with zeros to a page;
+        `finish` cuts off the padding."""
         self.release_buffer()
         if self.tail:
             n = -(-len(self.tail) // ALIGN) * ALIGN

@@ -43,8 +43,8 @@ class LocalRange(LocalFile):
         self.cached = os.open(path, flags) if self.direct else self.fd
 
     def append(self, data: bytes | memoryview) -> None:
-        """Append the next bytes of the range; those on the page that the range before ends on are written through the
-        cache."""
+        """Append the next bytes of the range. Bytes on the first page, if the previous range shares it, are written
+        through the page cache."""
         view = memoryview(data)
         if self.at < self.base:  # on the page that the range before ends on
             k = min(self.base - self.at, len(view))
@@ -73,8 +73,12 @@ class LocalRange(LocalFile):
         super().pwrite(data, offset)
 
     def _write_shared_page(self, data: memoryview, offset: int) -> None:
-        """Write bytes at an offset of the file, on a page that another range shares; where `fringes` is a list, add
-        them to it for the coordinator instead."""
+        """Write bytes at byte `offset`, on a page shared with another range, through the page cache; if `fringes` is a
+        list, add (offset, bytes) to it instead, for the coordinator to write.
+
+        Raises:
+            CkpttoolError: they cannot be written.
+        """
         if self.fringes is not None:
             self.fringes.append((offset, bytes(data)))
             return

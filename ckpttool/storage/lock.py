@@ -21,12 +21,12 @@ __all__ = ["describe_user", "ensure_owner_mode", "is_our_uid", "open_lock", "tak
 
 
 def is_our_uid(uid: int, where: str) -> bool:
-    """Return whether files with this owner are ours. On some file systems (NFS that squashes root, SMB) what we create
-    belongs to another user than the one we run as, so a file is created and looked at.
+    """Return whether a file owner is the user that this process creates files as. On some file systems (NFS that
+    squashes root, SMB) that is not the effective user, so a temporary file is created to find out.
 
     Args:
-        uid: number of the owner.
-        where: a folder on the same file system, in which a nameless file can be created.
+        uid: numeric user id of the owner.
+        where: a folder on the same file system in which a temporary file can be created.
     """
     if uid == os.geteuid():
         return True
@@ -48,11 +48,11 @@ def describe_user(uid: int) -> str:
 
 
 def ensure_owner_mode(path: str | int, owner: int) -> None:
-    """Add permissions of the owner to what was just created, where the umask has taken them away.
+    """Add missing owner permissions, which the umask removed, to a file or folder that was just created.
 
     Args:
-        path: of the file or folder, or a descriptor.
-        owner: bits of the mode that it shall have, such as 0o700.
+        path: of the file or folder, or its descriptor.
+        owner: mode bits that must be set, such as 0o700.
     """
     mode = os.stat(path).st_mode
     if mode & owner != owner:
@@ -60,14 +60,14 @@ def ensure_owner_mode(path: str | int, owner: int) -> None:
 
 
 def take_lock(leftovers: LeftoverFiles) -> int:
-    """Create the lock file of a destination, lock it, and return its descriptor, which `unlock` takes.
+    """Create and lock the lock file of a destination, and return its descriptor, for `unlock`.
 
     Args:
-        leftovers: the names of what is kept next to the destination.
+        leftovers: the names of the lock and the partial folders of the destination.
 
     Raises:
-        Locked: another run holds it, or the lock file is not ours.
-        OSError: it cannot be created.
+        Locked: another run holds the lock, or the lock file is not ours.
+        OSError: the lock file cannot be created.
     """
     while True:
         fd = open_lock(leftovers, os.O_CREAT)
@@ -92,25 +92,27 @@ def take_lock(leftovers: LeftoverFiles) -> int:
 _held: set[int] = set()
 
 
-def _leave_to_parent() -> None:
-    """Close the locks in a forked child, which shares them and would keep them after the death of its parent, as
-    workers of a ProcessPoolExecutor do."""
+def _close_inherited_locks() -> None:
+    """Close the descriptors of all held locks in a forked child: otherwise workers of a ProcessPoolExecutor, for
+    example, would hold the locks after their parent died."""
     while _held:
         with suppress(OSError):
             os.close(_held.pop())
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(after_in_child=_close_inherited_locks)
 
 
 def try_lock(leftovers: LeftoverFiles, fd: int) -> None:
-    """Lock the descriptor of a lock file without waiting; it is closed if that fails.
+    """Lock the open lock file `fd` of a destination without waiting; on failure close the descriptor.
 
     Args:
-        leftovers: the names of what is kept next to the destination, for the message.
+        leftovers: the names of the lock and the partial folders of the destination, for the message.
+        fd: descriptor that `open_lock` returned.
 
     Raises:
-        Locked: another process holds it.
+        Locked: another process holds the lock.
+        OSError: locking failed otherwise.
     """
     import fcntl
 
@@ -125,20 +127,20 @@ def try_lock(leftovers: LeftoverFiles, fd: int) -> None:
 
 
 def open_lock(leftovers: LeftoverFiles, create: int) -> int:
-    """Open the lock file of a destination, which must be ours, and return its descriptor; it is not locked yet.
+    """Open the lock file of a destination, which must be ours, and return its descriptor; does not lock it.
 
     Args:
-        leftovers: the names of what is kept next to the destination.
-        create: os.O_CREAT to create it where it is missing; 0 not to.
+        leftovers: the names of the lock and the partial folders of the destination.
+        create: os.O_CREAT to create a missing file; 0 otherwise.
 
     Raises:
         FileNotFoundError: it is missing and `create` is 0.
-        Locked: it is a link or a special file, or belongs to somebody else.
+        Locked: it is a link or a special file, or belongs to another user.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     while True:
         try:
-            _refuse_lock(leftovers, os.lstat(leftovers.lock))
+            _refuse_foreign_lock(leftovers, os.lstat(leftovers.lock))
             fd = os.open(leftovers.lock, flags)
         except FileNotFoundError:
             if not create:
@@ -155,18 +157,22 @@ def open_lock(leftovers: LeftoverFiles, create: int) -> int:
                 raise
             return fd
         try:
-            _refuse_lock(leftovers, os.fstat(fd))
+            _refuse_foreign_lock(leftovers, os.fstat(fd))
         except BaseException:
             os.close(fd)
             raise
         return fd
 
 
-def _refuse_lock(leftovers: LeftoverFiles, st: os.stat_result) -> None:
-    """Refuse a lock file, by what `os.stat` says of it, that is not a regular file of ours.
+def _refuse_foreign_lock(leftovers: LeftoverFiles, st: os.stat_result) -> None:
+    """Refuse a lock file that is not a regular file of ours.
+
+    Args:
+        leftovers: the names of the lock and the partial folders of the destination.
+        st: `os.stat` of the lock file.
 
     Raises:
-        Locked: with why.
+        Locked: it is not; the message says why.
     """
     why = None
     if not stat.S_ISREG(st.st_mode) or st.st_nlink > 1:
@@ -178,8 +184,12 @@ def _refuse_lock(leftovers: LeftoverFiles, st: os.stat_result) -> None:
 
 
 def unlock(leftovers: LeftoverFiles, fd: int) -> None:
-    """Remove the lock file of a destination and let go of it; `fd` is what `take_lock` returned. In a forked child this
-    does nothing."""
+    """Remove the lock file of a destination and release its lock; does nothing in a forked child.
+
+    Args:
+        leftovers: the names of the lock and the partial folders of the destination.
+        fd: what `take_lock` returned.
+    """
     if fd not in _held:
         return
     _held.remove(fd)

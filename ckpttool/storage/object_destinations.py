@@ -66,12 +66,12 @@ class _UploadDestination(ParallelDestination):
 
     @property
     def in_place(self) -> bool:
-        """Return whether the store shows what was sent as complete."""
+        """Return whether the upload was committed, so that the store shows the new objects."""
         return self._committed
 
     @property
     def state_after_error(self) -> str:
-        """Return a sentence that says what is at the destination after an error."""
+        """Return a sentence, for people, that says what the destination holds after an error."""
         return (
             f"{self.location} is in place, whole, and was not read back."
             if self.in_place
@@ -80,7 +80,7 @@ class _UploadDestination(ParallelDestination):
 
     @property
     def resume_hint(self) -> str:
-        """Return sentences that say what is there after an interruption, and what to do."""
+        """Return sentences, for people, that say what an interrupted run left and how to resume or restart."""
         if self.in_place:
             return self.state_after_error
         if self.shared:
@@ -94,19 +94,20 @@ class _UploadDestination(ParallelDestination):
         )
 
     def interrupt(self) -> None:
-        """Keep what the next run can continue from, and remove the rest."""
+        """Keep the parts that several workers sent, from which the next run can resume; remove those that this process
+        sent alone."""
         self.release()
 
     def add_hint(self, e: CkpttoolError) -> None:
-        """Add a note to an error: that the new checkpoint is in place although its read-back failed, or how to
-        continue."""
+        """Add a note to an error: that the new checkpoint is in place, after `commit`; or how to resume, if workers
+        sent parts and the error keeps them."""
         if self.in_place:
             e.add_note(self.state_after_error)
         elif self.shared and e.keeps_work:
             e.add_note(self.resume_hint)
 
     def append_journal(self, entry: JournalEntry) -> None:
-        """Do nothing: there is no journal, since it is not `resumable`."""
+        """Do nothing: a destination in a store has no journal."""
 
     @property
     def filled_parts(self) -> dict[int, PartResult]:
@@ -114,7 +115,8 @@ class _UploadDestination(ParallelDestination):
         return {}
 
     def why_alone(self) -> str | None:
-        """Return a text that says why one process has to send it; None where several can. It asks the store."""
+        """Return the reason, as text, why only one process can send the parts; None if several can. Sends a request to
+        the store."""
         at = s3_object(self.upload.url)
         if at is None or at.lists_parts():
             return None
@@ -125,12 +127,16 @@ class _UploadDestination(ParallelDestination):
 
     @property
     def has_earlier_parts(self) -> bool:
-        """Return whether an earlier run left parts to continue from."""
+        """Return whether an earlier run left uploaded parts to resume from."""
         return self.upload.sharable and self.upload.has_earlier_parts
 
     def share(self, files: Mapping[str, int]) -> SharedState:
-        """Begin the uploads of these files ({name: bytes}), or continue those of an earlier run, and return as plain
-        data what a worker makes its `SharedObjects` of."""
+        """Begin the uploads of these files, or resume those of an earlier run, and return the plain data from which a
+        worker makes its `SharedObjects`.
+
+        Args:
+            files: {name: bytes} of the files.
+        """
         raise NotImplementedError
 
     def stop_sharing(self) -> None:
@@ -139,11 +145,11 @@ class _UploadDestination(ParallelDestination):
     def find_missing_cells(
         self, sent: Mapping[str, Mapping[int, str]], sizes: Mapping[str, int]
     ) -> list[tuple[str, int]]:
-        """Return [(file, number of a cell)] for the cells, pieces of `part_bytes`, that the store does not list as they
-        were sent; all the rest is then ready to be completed.
+        """Return [(file, cell number)] of the cells, pieces of `part_bytes`, that the store does not list with the size
+        and the ETag of what was sent; all others are then ready for `commit`.
 
         Args:
-            sent: {file: {number of a cell: ETag that the store answered}}.
+            sent: {file: {cell number: ETag that the store returned}}.
             sizes: {file: bytes}.
 
         Raises:
@@ -157,17 +163,17 @@ class _UploadDestination(ParallelDestination):
             return [(name, number - 1) for name, call in calls.items() for number in call.result()]
 
     def path(self, name: str) -> str:
-        """Raise NotImplementedError: nothing is built on this machine."""
+        """Raise NotImplementedError: a destination in a store has no local files."""
         raise NotImplementedError
 
     def restart(self) -> None:
-        """Do nothing: an earlier run leaves nothing that this one uses."""
+        """Do nothing: this run uses nothing that an earlier run left."""
 
     def commit(self) -> None:
-        """Make visible what was sent, whole.
+        """Make the uploaded objects visible, each of them complete.
 
         Raises:
-            DestinationExists: the object, or a file there, was created meanwhile.
+            DestinationExists: the object, or one below the prefix, was created meanwhile.
             RemoteError: the store fails.
         """
         self.upload.commit()
@@ -179,7 +185,7 @@ class _UploadDestination(ParallelDestination):
         self.upload.abort()
 
     def release(self) -> None:
-        """Stop sending. What several workers have sent is kept; what this process has sent alone is removed."""
+        """Stop sending. Keep the parts that several workers sent; remove those that this process sent alone."""
         if not self.shared:
             self.abandon()
 
@@ -202,8 +208,11 @@ class ObjectDestination(_UploadDestination):
             )
 
     def share(self, files: Mapping[str, int]) -> SharedState:
-        """Begin the upload of the one file, {name: bytes}, or continue that of an earlier run, and return what a worker
-        makes its `SharedObjects` of.
+        """Begin the upload of the only file, or resume that of an earlier run, and return the plain data from which a
+        worker makes its `SharedObjects`.
+
+        Args:
+            files: {name: bytes} of that file.
 
         Raises:
             RemoteError: the store fails.
@@ -220,7 +229,7 @@ class ObjectDestination(_UploadDestination):
         }
 
     def open_file(self, name: str, pool: WriterPool, existing: bool) -> ObjectFile:
-        """Return the file whose bytes become the object; its name, `pool` and `existing` play no part."""
+        """Return the file whose bytes become the object; all arguments are ignored."""
         return ObjectFile(self.location, self.upload.append)
 
     def write_file(self, name: str, data: bytes) -> None:
@@ -241,12 +250,16 @@ class PrefixDestination(_UploadDestination):
         sizes = {f.name: f.size for f in draft.files}
         largest = max(sizes.values())
         super().__init__(
-            url, UploadFolder(url, list(sizes), force=force, open_at_once=_max_open_files(draft), largest=largest)
+            url,
+            UploadFolder(url, list(sizes), force=force, open_at_once=_compute_max_open_files(draft), largest=largest),
         )
 
     def share(self, files: Mapping[str, int]) -> SharedState:
-        """Begin the uploads of these files, {name: bytes}, or continue those of an earlier run, and return what a
-        worker makes its `SharedObjects` of.
+        """Begin the uploads of these files, or resume those of an earlier run, and return the plain data from which a
+        worker makes its `SharedObjects`.
+
+        Args:
+            files: {name: bytes} of the files.
 
         Raises:
             RemoteError: the store fails.
@@ -258,12 +271,12 @@ class PrefixDestination(_UploadDestination):
         return {"part_bytes": self.part_bytes, "on_disk": self.upload.on_disk, "earlier": begun, "objects": objects}
 
     def release(self) -> None:
-        """Stop sending. What several workers have sent is kept; what this process has sent alone is removed."""
+        """Stop sending. Keep the parts that several workers sent; remove those that this process sent alone."""
         self.upload.abort(keep_shared=True)
 
     @property
     def resume_hint(self) -> str:
-        """Return sentences that say what is there after an interruption, and what to do."""
+        """Return sentences, for people, that say what an interrupted run left and how to resume or restart."""
         if self.in_place or not self.upload.showing:
             return super().resume_hint
         return (
@@ -278,13 +291,13 @@ class PrefixDestination(_UploadDestination):
         )
 
     def write_file(self, name: str, data: bytes) -> None:
-        """Send a whole file that is none of those planned from the index (`Draft`); it is visible after `commit`."""
+        """Upload a complete file that is not planned in the index (`Draft`); it becomes visible with `commit`."""
         self.upload.append(name, data)
 
 
-def _max_open_files(draft: Draft) -> int:
-    """Return the largest number of files of a draft that are written to at the same time, if its tensors are written in
-    order."""
+def _compute_max_open_files(draft: Draft) -> int:
+    """Return the largest number of files of a draft that are open at the same time when its tensors are written in
+    order; at least 1."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for k, (name, entry) in enumerate(draft.checkpoint.tensors.items()):

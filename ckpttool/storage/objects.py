@@ -31,12 +31,12 @@ __all__ = [
     "S3Answer",
     "S3Object",
     "conditional_object",
+    "delete_object_versions",
+    "delete_remote_object",
     "exists_error",
+    "get_required_value",
     "get_with_token",
-    "hide_object",
     "put_if_unchanged",
-    "remove_object",
-    "required_value",
     "s3_object",
     "set_legal_hold",
 ]
@@ -98,35 +98,35 @@ class S3Object:
             NotFound: there is none.
         """
         answer = self.request("get_object", read_body=True, Key=self.key)
-        return answer["Body"], required_value(answer, "ETag", self.url)
+        return answer["Body"], get_required_value(answer, "ETag", self.url)
 
     def put(self, data: bytes, token: str | None) -> None:
-        """Write a small object.
+        """Write a small object on the condition that it is unchanged, or that it does not exist.
 
         Args:
             data: the new bytes.
-            token: the ETag that the object must have; None if there must be no such object.
+            token: the ETag that the object must still have; None if the object must not exist.
 
         Raises:
-            ConditionFailed, NotFound: it is another one by now.
+            ConditionFailed, NotFound: the condition does not hold.
         """
         condition: S3Answer = {"IfNoneMatch": "*"} if token is None else {"IfMatch": token}
         self.request("put_object", Key=self.key, Body=io.BytesIO(data), **condition)
 
     def delete(self) -> None:
-        """Remove the object from sight; a missing one is no error."""
+        """Delete the object; in a bucket with versioning, hide it by a delete marker. A missing object is no error."""
         self.request("delete_object", Key=self.key)
 
     def pages(self, method: str, following: Mapping[str, str], **kwargs: Any) -> Iterator[S3Answer]:
-        """Yield the answers to a request that lists something, page by page.
+        """Yield the pages of a listing.
 
         Args:
             method: of botocore's client, such as "list_parts".
-            following: {argument for the next page: the key of an answer that has its value}.
+            following: {argument of the next request: key of the previous response that holds its value}.
             kwargs: further arguments of the method, except Bucket.
 
         Raises:
-            RemoteError: or one of its subclasses in retries.py; the listing has no end.
+            RemoteError: or one of its subclasses in retries.py; also if the listing has no end.
         """
         return follow_pages(
             self.url,
@@ -135,12 +135,12 @@ class S3Object:
         )
 
     def list_unfinished_uploads(self, prefix: str, ours: Callable[[str], bool]) -> list[tuple[str, str]]:
-        """Return [(key, id)] of the uploads in this bucket that were begun and never completed; [] if the store fails
-        or does not allow listing them.
+        """List the multipart uploads in this bucket that were neither completed nor aborted: [(key, upload id)]; [] if
+        the store fails or refuses to list them.
 
         Args:
-            prefix: what their keys begin with.
-            ours: tells by its key whether an upload is to be listed.
+            prefix: list only keys that begin with it.
+            ours: returns whether an upload to this key is wanted.
         """
         found: list[tuple[str, str]] = []
         following = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
@@ -152,22 +152,22 @@ class S3Object:
         return found
 
     def put_part(self, upload: str, number: int, body: IO[bytes]) -> S3Answer:
-        """Send a part of an upload, and return its number, ETag and checksums, which complete the upload later.
+        """Upload a part, and return its {"PartNumber", "ETag", checksums}, which are needed to complete the upload.
 
         Args:
             upload: id of the upload.
             number: of the part, from 1 on.
-            body: a file whose whole content is sent.
+            body: a file of which the complete content is sent.
 
         Raises:
             NotFound: the upload was completed or aborted.
             RemoteError: the store fails.
         """
         answer = self.request("upload_part", Key=self.key, UploadId=upload, PartNumber=number, Body=body)
-        return _completed_part(number, answer, self.url)
+        return _make_completed_part(number, answer, self.url)
 
     def list_parts(self, upload: str, key: str | None = None) -> dict[int, S3Answer]:
-        """Return the parts of an upload that the store has: {number: its number, ETag, checksums and "Size" in bytes}.
+        """List the parts of an upload: {part number: {"PartNumber", "ETag", checksums, "Size" in bytes}}.
 
         Args:
             upload: id of the upload.
@@ -182,20 +182,32 @@ class S3Object:
             "list_parts", {"PartNumberMarker": "NextPartNumberMarker"}, Key=key or self.key, UploadId=upload
         ):
             for row in page.get("Parts", []):
-                number = required_value(row, "PartNumber", self.url)
-                out[number] = {**_completed_part(number, row, self.url), "Size": required_value(row, "Size", self.url)}
+                number = get_required_value(row, "PartNumber", self.url)
+                out[number] = {
+                    **_make_completed_part(number, row, self.url),
+                    "Size": get_required_value(row, "Size", self.url),
+                }
         return out
 
     def has_parts(self, upload: str, key: str | None = None) -> bool:
-        """Return whether the store has parts of an upload (its id) to the object `key`, this one where None; False if
-        the store does not know the upload or does not allow looking."""
+        """Return whether the store has any part of an upload; False also if it does not know the upload or refuses to
+        list parts.
+
+        Args:
+            upload: id of the upload.
+            key: of the object; None for this one.
+
+        Raises:
+            RemoteError: the store fails.
+        """
         try:
             return bool(self.list_parts(upload, key))
         except (NotFound, Denied, NotOffered):
             return False
 
     def lists_parts(self) -> bool:
-        """Return whether the store has ListParts, which some small ones lack. It is asked about an upload that is not.
+        """Return whether the store implements ListParts, which some small ones lack, by asking for the parts of a
+        made-up upload.
 
         Raises:
             RemoteError: the store fails.
@@ -209,8 +221,8 @@ class S3Object:
         return True
 
     def abort(self, upload: str, key: str | None = None) -> None:
-        """Abort an upload, again until the store lists no part of it: a part that was on its way may arrive after the
-        first time. An upload that is gone already is no error.
+        """Abort an upload, repeatedly until the store lists no part of it, since a part that was being sent may arrive
+        after the first abort. An unknown upload is no error.
 
         Args:
             upload: id of the upload.
@@ -247,7 +259,11 @@ class S3Object:
             return None
 
     def abort_uploads(self, left: Iterable[tuple[str, str]]) -> None:
-        """Abort uploads, [(key, id)], which an earlier run left; what cannot be aborted stays."""
+        """Abort uploads of an earlier run; those that the store refuses to abort remain.
+
+        Args:
+            left: (key, upload id) of each.
+        """
         for key, upload in left:
             try:
                 self.abort(upload, key)
@@ -255,26 +271,31 @@ class S3Object:
                 pass
 
 
-def _completed_part(number: int, answer: Mapping[str, Any], url: str) -> S3Answer:
-    """Return what S3 wants to know of a part when the upload is completed: its number, ETag and checksums.
+def _make_completed_part(number: int, answer: Mapping[str, Any], url: str) -> S3Answer:
+    """Return the description of a part that S3 requires to complete an upload: {"PartNumber", "ETag", checksums}.
 
     Args:
         number: of the part, from 1 on.
-        answer: what the store says of the part.
+        answer: the store's response to the upload of the part, or its entry in ListParts.
         url: of the object, for messages.
 
     Raises:
         RemoteError: the store gives no ETag.
     """
     sums = {k: v for k, v in answer.items() if k.startswith("Checksum") and k != "ChecksumType"}
-    return {"PartNumber": number, "ETag": required_value(answer, "ETag", url), **sums}
+    return {"PartNumber": number, "ETag": get_required_value(answer, "ETag", url), **sums}
 
 
-def required_value(answer: Mapping[str, Any], name: str, url: str) -> Any:
-    """Return the value `name` of an answer of S3; `url` is for messages.
+def get_required_value(answer: Mapping[str, Any], name: str, url: str) -> Any:
+    """Return the value of a key that a response of S3 must have.
+
+    Args:
+        answer: the response.
+        name: the key.
+        url: of the object, for messages.
 
     Raises:
-        RemoteError: the store does not give it.
+        RemoteError: the key is missing.
     """
     if name not in answer:
         raise RemoteError(
@@ -312,9 +333,9 @@ def exists_error(url: str) -> DestinationExists:
     )
 
 
-def hide_object(url: str) -> None:
-    """Remove an object from sight; a bucket that keeps versions keeps those that were there. A missing object is no
-    error.
+def delete_remote_object(url: str) -> None:
+    """Delete the object at a URL; a bucket with versioning keeps its versions and only hides them by a delete marker. A
+    missing object is no error.
 
     Raises:
         RemoteError: the store fails or does not allow it.
@@ -330,26 +351,26 @@ def hide_object(url: str) -> None:
         pass
 
 
-def remove_object(url: str) -> None:
-    """Remove an object, with every version that an S3 store keeps of it, the oldest first; a missing object is not an
-    error. Those of other stores are left to the rules of the account.
+def delete_object_versions(url: str) -> None:
+    """Delete the object at a URL with every version that an S3 store keeps, oldest first; in other stores only the
+    current one. A missing object is no error.
 
-    In a bucket with versions, a deletion that names no version only hides the object, and no lock prevents that. So
-    every version is named.
+    In a bucket with versioning, a deletion that names no version only hides the object, and no object lock prevents
+    that. So every version is named.
 
     Raises:
         RemoteError: the store refuses, because of an object lock or of missing permissions.
     """
     at = s3_object(url)
     if at is None or not (at.head() or {}).get("VersionId"):
-        hide_object(url)
+        delete_remote_object(url)
         return
     for version in _list_versions(at):
         at.request("delete_object", Key=at.key, VersionId=version)
 
 
 def _list_versions(at: S3Object) -> list[str]:
-    """Return the ids of the object's versions and of the marks of its deletion, the oldest first."""
+    """List the version ids of an object, delete markers included, oldest first and the latest version last."""
     found: list[S3Answer] = []
     following = {"KeyMarker": "NextKeyMarker", "VersionIdMarker": "NextVersionIdMarker"}
     for page in at.pages("list_object_versions", following, Prefix=at.key):
@@ -358,8 +379,8 @@ def _list_versions(at: S3Object) -> list[str]:
 
 
 def set_legal_hold(url: str, *, on: bool) -> bool:
-    """Put the object under a legal hold of the store (`on`), or end it; returns False if the store or bucket has no
-    such thing.
+    """Set (`on`) or release the legal hold of an object; return False if the store or bucket has no object lock,
+    otherwise True.
 
     Raises:
         RemoteError: the store does not allow it, or fails.
@@ -379,8 +400,8 @@ def set_legal_hold(url: str, *, on: bool) -> bool:
 
 
 def get_with_token(url: str) -> tuple[bytes, str | None]:
-    """Return (bytes of a small object, token that `put_if_unchanged` takes); (b"", None) if it does not exist. The
-    token is "" in a store without conditional writes.
+    """Read a small object for a later conditional write: (its bytes, token for `put_if_unchanged`); (b"", None) if it
+    does not exist. The token is "" in a store without conditional writes.
 
     Raises:
         RemoteError: the store fails.
@@ -396,16 +417,17 @@ def get_with_token(url: str) -> tuple[bytes, str | None]:
 
 
 def put_if_unchanged(url: str, data: bytes, token: str | None) -> bool:
-    """Write a small object if it is still the one that `get_with_token` saw, and return True; False if it is not.
+    """Write a small object if it is unchanged since `get_with_token`, and return True; return False if it has changed.
 
-    False may also mean that it was written and the answer was lost: look again before you write again.
+    False may also mean that it was written and the response was lost: read it again before another attempt.
 
     Args:
+        url: of the object.
         data: the new bytes.
-        token: what `get_with_token` returned; None if there must be no such object.
+        token: what `get_with_token` returned; None if the object must not exist.
 
     Raises:
-        Unsupported: the store has no conditional writes; only S3 and its like, and Azure, do.
+        Unsupported: the store has no conditional writes; only S3 (and compatible stores) and Azure have.
         RemoteError: the store fails.
     """
     at = conditional_object(url)

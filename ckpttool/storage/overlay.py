@@ -31,9 +31,9 @@ __all__ = [
     "Patch",
     "PatchedSource",
     "SiblingsSource",
-    "add_siblings",
+    "add_sibling_files",
+    "find_parent_folder",
     "name_in_joined",
-    "parent_of",
 ]
 
 #: The size of a file whose real size is not known; an index says where its items are.
@@ -83,8 +83,8 @@ class ComputedSource(OverlaySource):
         self._held: tuple[str, int, memoryview] = ("", 0, memoryview(b""))
 
     def name_here(self, number: int, name: str) -> str:
-        """Return the path of a file of `sources[number]`: its name where that is the first source, and otherwise a path
-        for messages, by which it cannot be read here."""
+        """Return the path of a file of `sources[number]`: its own name for number 0; otherwise its full path, for
+        messages only, since it cannot be read under that name here."""
         return os.path.join(self.sources[number].root, name) if number else name
 
     def exists(self, name: str) -> bool:
@@ -96,8 +96,8 @@ class ComputedSource(OverlaySource):
         return self.made[name].size if name in self.made else super().size(name)
 
     def readinto(self, name: str, offset: int, into: memoryview) -> None:
-        """Fill `into` with the bytes of a file from `offset` on. A page of a computed file is made whole, unless it was
-        the last that was read."""
+        """Fill `into` with the bytes of a file from `offset` on. A computed file is computed by complete pages, of
+        which the last one is kept."""
         if name not in self.made:
             super().readinto(name, offset, into)
             return
@@ -127,7 +127,7 @@ class ComputedSource(OverlaySource):
 
 
 def name_in_joined(name: str) -> str:
-    """Return the name that a file of the second checkpoint has in a `JoinedSource`."""
+    """Return the name under which a `JoinedSource` has the file `name` of its second checkpoint."""
     return _OTHER + name
 
 
@@ -161,7 +161,7 @@ class JoinedSource(OverlaySource):
         return self.inner.list(folder)
 
     def size(self, name: str) -> int:
-        """Return the bytes of a file; `ENDLESS` of the file of zeros."""
+        """Return the size of a file in bytes; `ENDLESS` for the file of zeros."""
         return ENDLESS if name == ZEROS else super().size(name)
 
     def readinto(self, name: str, offset: int, into: memoryview) -> None:
@@ -180,9 +180,9 @@ class JoinedSource(OverlaySource):
 # ------------------------------------------------------------------------------------------- files next to the folder
 
 
-def parent_of(source: Source) -> tuple[str, str]:
-    """Return (path or URL of the folder above a source, name of the source's folder in it), with links resolved; the
-    path is "" where nothing is above it, as above a bucket."""
+def find_parent_folder(source: Source) -> tuple[str, str]:
+    """Return (path or URL of the folder that contains a source's folder, name of the source's folder in it), with links
+    resolved; the path is "" if there is no parent, as for a bucket."""
     root = os.path.realpath(source.root) if source.local else source.root
     parent, _, name = root.rstrip("/").rpartition("/")
     return ("" if parent.endswith("/") else parent), name
@@ -196,18 +196,18 @@ class SiblingsSource(OverlaySource):
     """
 
     def __init__(self, inner: Source, names: Iterable[str]) -> None:
-        above = open_source(parent_of(inner)[0])
+        above = open_source(find_parent_folder(inner)[0])
         super().__init__(inner, above, local=inner.local and above.local)
         self._names = frozenset(names)
 
     @property
     def sibling_names(self) -> frozenset[str]:
-        """Return the files of the folder above that appear under "../", by their names in that folder."""
+        """Return the files of the parent folder that this source also has, as "../NAME"; the set holds the NAMEs."""
         return self._names
 
     def locate(self, name: str) -> tuple[Source, str]:
-        """Return (the source that has a file, the file's name in that source); "../NAME" lies in the folder above if
-        NAME is one of the names that were given."""
+        """Return (source that has a file, name of the file in that source): the parent folder for "../NAME" with one of
+        the sibling names, this folder for all others."""
         before, found, rest = name.partition("../")
         if not before and found and rest in self._names:
             return self.sources[1], rest
@@ -218,13 +218,13 @@ class SiblingsSource(OverlaySource):
         return f"../{name}" if number else name
 
 
-def add_siblings(source: Source, names: Iterable[str]) -> Source:
-    """Return a source that also has files of the folder above, as "../NAME". A `PatchedSource` is changed and returned
-    itself, so that its patches stay on top.
+def add_sibling_files(source: Source, names: Iterable[str]) -> Source:
+    """Return a source that also has files of the parent folder, as "../NAME". A `PatchedSource` is changed in place and
+    returned, so that its patches still apply.
 
     Args:
         source: the folder that is read.
-        names: of the files, relative to the folder above.
+        names: of the files, relative to the parent folder.
     """
     if source.patched is None:
         return SiblingsSource(source, names)
@@ -256,11 +256,11 @@ class Patch:
     made: tuple[tuple[int, bytes], ...] = ()
 
     def pieces(self, offset: int, length: int) -> Iterator[tuple[int, bytes | int]]:
-        """Yield the bytes [offset, offset + length) in order, as (offset, bytes that are made) or (offset, number of
-        bytes to be read from the disk).
+        """Yield bytes [offset, offset + length) of the patched file in order: (offset, computed bytes), or (offset,
+        number of bytes to read from disk).
 
         Raises:
-            LookupError: one of them is in a hole; what lies before it was yielded.
+            LookupError: one of them is in a hole; the pieces before it were yielded.
         """
         end = offset + length
         if offset < self.present and offset < end:
@@ -307,16 +307,18 @@ class PatchedSource(OverlaySource):
 
     @property
     def patched(self) -> PatchedSource:
-        """Return this source."""
+        """Return this source: damaged files appear in it as patched."""
         return self
 
     @property
     def sibling_names(self) -> frozenset[str]:
-        """Return the files of the folder above that appear as "../NAME" in the source below the patches."""
+        """Return the files of the parent folder that the source below the patches has as "../NAME"; the set holds the
+        NAMEs."""
         return self.inner.sibling_names
 
     def patch(self, name: str) -> Patch | None:
-        """Return how a file is patched; None if it is as on the disk, or missing there as well."""
+        """Return the patch of a file; None if the file is unchanged, or if it is missing and `patch_missing` has no
+        patch for it."""
         if name not in self.patches and not self.inner.exists(name):
             found = self._patch_missing(name)
             if found is not None:
@@ -333,17 +335,17 @@ class PatchedSource(OverlaySource):
         return self.inner.exists(name) or self.patch(name) is not None
 
     def glance(self, name: str) -> tuple[bool, int | None]:
-        """Return (whether a name that `list` gave is a folder, bytes that the file should have or None if they are not
-        known)."""
+        """Return (whether a name that `list` returned is a folder, size of the file in bytes after patching or None if
+        unknown)."""
         return (False, self.patches[name].size) if name in self.patches else self.inner.glance(name)
 
     def size(self, name: str) -> int:
-        """Return the bytes that a file should have."""
+        """Return the size of a file in bytes, after patching."""
         found = self.patch(name)
         return self.inner.size(name) if found is None else found.size
 
     def readinto(self, name: str, offset: int, into: memoryview) -> None:
-        """Fill `into` with the bytes of a file from `offset` on, as they should be.
+        """Fill `into` with the bytes of a file from `offset` on, after patching.
 
         Raises:
             LostBytes: some of them are in the hole of a patched file.

@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..errors import DestinationExists, Locked, UsageError, kind_of_failure, note_change, path_of_failure
+from ..errors import DestinationExists, Locked, UsageError, get_failed_path, kind_of_failure, note_change
 from .lock import describe_user, ensure_owner_mode, is_our_uid, open_lock, take_lock, try_lock, unlock
 
 __all__ = [
@@ -38,17 +38,17 @@ __all__ = [
     "LeftoverFiles",
     "clean",
     "clean_command",
+    "describe_restored_target",
+    "explain_foreign_folder",
     "holding_lock",
-    "is_continuable",
+    "is_resumable_folder",
     "make_private_folder",
     "parse_journal",
-    "put_back",
-    "put_back_message",
     "read_journal",
-    "recover",
-    "remove",
-    "rename_special",
-    "why_foreign",
+    "recover_old_target",
+    "remove_partial_folder",
+    "rename_with_flags",
+    "restore_old_target",
 ]
 
 #: A line of the journal.
@@ -75,32 +75,32 @@ class LeftoverFiles:
         self.parent, self.name = os.path.split(self.target)
         if not self.name:
             raise UsageError(f"{target!r} names no file or folder.", code="CKPT0211")
-        most = _longest_name(self.parent)
+        most = _max_name_bytes(self.parent)
         if (n := len(os.fsencode(self.name))) > most:
             raise UsageError(
                 f"the name of the destination has {n} bytes, and {self.parent} allows {most}: {self.name}",
                 code="CKPT0211",
             )
-        self.prefix = f".{_shortened_name(self.name, most)}.partial-"
+        self.prefix = f".{_shorten_name(self.name, most)}.partial-"
         self.lock = os.path.join(self.parent, self.prefix + "lock")
 
     def folders(self) -> list[str]:
-        """Return the paths of all partial folders of this destination, by their names alone, sorted."""
+        """Return the sorted paths of all partial folders of this destination; only their names are checked."""
         found = (n for n in os.listdir(self.parent) if n.startswith(self.prefix))
         return [os.path.join(self.parent, n) for n in sorted(found) if (m := _SUFFIX.fullmatch(n)) and m["id"]]
 
 
-def _longest_name(parent: str) -> int:
-    """Return how many bytes a file name may have in a folder; 255 where the system does not say."""
+def _max_name_bytes(parent: str) -> int:
+    """Return the maximal length of a file name in a folder, in bytes; 255 if the system does not tell."""
     try:
         return os.pathconf(parent, "PC_NAME_MAX")
     except (OSError, ValueError, AttributeError):
         return 255
 
 
-def _shortened_name(name: str, most: int) -> str:
-    """Return the name of a destination as the names beside it contain it: whole, or its beginning and a hash where they
-    would get longer than `most` bytes."""
+def _shorten_name(name: str, most: int) -> str:
+    """Return the name of a destination as it is used in the names of its lock and partial folders: unchanged, or its
+    beginning and a hash if those names would exceed `most` bytes."""
     room = most - len(f"..partial-{'0' * _ID}-99")
     raw = os.fsencode(name)
     if len(raw) <= room:
@@ -111,16 +111,20 @@ def _shortened_name(name: str, most: int) -> str:
 
 
 def clean_command(target: str) -> str:
-    """Return the command line that removes what lies next to a destination."""
+    """Return the command line that removes what interrupted runs left next to a destination."""
     return f"ckpttool clean {shlex.quote(target)}"
 
 
 # ------------------------------------------------------------------------------------------------------------- whose
 
 
-def why_foreign(path: str) -> str | None:
-    """Return why a partial folder, by its path, is not ours to use or to remove, as the end of a sentence about it;
-    None if it is ours."""
+def explain_foreign_folder(path: str) -> str | None:
+    """Return why the partial folder at `path` is not ours to use or remove, as a clause for a message ("is a link");
+    None if it is ours.
+
+    Raises:
+        OSError: it is missing, or cannot be examined.
+    """
     st = os.lstat(path)
     if stat.S_ISLNK(st.st_mode):
         return "is a link"
@@ -139,9 +143,9 @@ def why_foreign(path: str) -> str | None:
     return None
 
 
-def is_continuable(folder: str) -> bool:
-    """Return whether nobody else can have changed a partial folder: only we can enter it, and its journal, tree and
-    parts are plain files and folders of ours.
+def is_resumable_folder(folder: str) -> bool:
+    """Return whether the next run may resume from a partial folder: nobody else can have changed it, since only we can
+    enter it and its journal, tree and parts are regular files and folders of ours.
 
     Raises:
         OSError: its journal or tree is missing.
@@ -177,14 +181,15 @@ def make_private_folder(folder: str) -> None:
 
 @contextmanager
 def holding_lock(leftovers: LeftoverFiles, look_only: bool = False) -> Iterator[None]:
-    """While the block runs, hold the lock of a destination.
+    """Hold the lock of a destination while the block runs.
 
     Args:
-        leftovers: the names of what is kept next to the destination.
-        look_only: neither create the lock file where it is missing (the block then runs without it) nor remove it.
+        leftovers: the names of the lock and the partial folders of the destination.
+        look_only: change nothing: lock an existing lock file without removing it afterwards, and run without a lock if
+            there is none.
 
     Raises:
-        Locked: another run holds it.
+        Locked: another run holds the lock, or the lock file is not ours.
     """
     fd = -1
     if not look_only:
@@ -233,12 +238,12 @@ def read_journal(folder: str) -> list[JournalEntry]:
 
 
 def parse_journal(entries: list[JournalEntry], plan: str) -> EarlierRun | None:
-    """Return what a journal says of an earlier run; None if it is of another plan, malformed, or of a run that came to
-    its commit, so that its tree may be the old destination.
+    """Return the progress that a journal records; None if it belongs to another plan, is malformed, or records that its
+    run began to commit, after which the tree may be the old destination.
 
     Args:
-        entries: the lines of the journal, the first of which names its plan.
-        plan: digest of the plan that this run carries out.
+        entries: the lines of the journal (`read_journal`), of which the first names the plan.
+        plan: digest of the plan that this run executes.
     """
     if not entries or entries[0]["plan"] != plan or "committed" in entries[-1]:
         return None
@@ -261,44 +266,44 @@ def parse_journal(entries: list[JournalEntry], plan: str) -> EarlierRun | None:
 # -------------------------------------------------------------------------------------- putting back, and removing
 
 
-def put_back(leftovers: LeftoverFiles, dry_run: bool = False) -> str | None:
-    """Rename an old destination back that an interrupted run had taken away, and return the path where it was; None if
-    nothing was to be done. The lock must be held.
+def restore_old_target(leftovers: LeftoverFiles, dry_run: bool = False) -> str | None:
+    """Rename the old destination back to its place if an interrupted run moved it away, and return the path it was at;
+    None if there was nothing to do. The lock must be held.
 
     Args:
-        leftovers: the names of what is kept next to the destination.
-        dry_run: do not rename it.
+        leftovers: the names of the lock and the partial folders of the destination.
+        dry_run: rename nothing.
 
     Raises:
         OSError: it could not be renamed.
-        DestinationExists: somebody has created the destination meanwhile.
+        DestinationExists: the destination was created meanwhile.
     """
     for folder in leftovers.folders():
         old = os.path.join(folder, "old")
         if os.path.lexists(leftovers.target):
             return None
-        if why_foreign(folder) is None and os.path.lexists(old):
-            if not dry_run and not rename_special(old, leftovers.target, 1):  # NOREPLACE
+        if explain_foreign_folder(folder) is None and os.path.lexists(old):
+            if not dry_run and not rename_with_flags(old, leftovers.target, 1):  # NOREPLACE
                 os.rename(old, leftovers.target)
             return old
     return None
 
 
-def put_back_message(target: str, old: str) -> str:
-    """Return a sentence that says that the old destination `target` was put back from the path `old`."""
+def describe_restored_target(target: str, old: str) -> str:
+    """Return a sentence, for people, that says that the old destination `target` was restored from the path `old`."""
     return (
         f"an earlier run was interrupted after it had taken the old {target} away and before the new one was in its "
         f"place; the old one was put back from {old}"
     )
 
 
-def recover(target: str) -> list[str]:
-    """Put back an old destination that an interrupted run had taken away, unless another run is writing; returns
-    messages for people, [] if nothing was done. A run calls this before anything else.
+def recover_old_target(target: str) -> list[str]:
+    """Restore the old destination if an interrupted run moved it away and no other run is writing; return messages for
+    people, [] if nothing was done. A run calls this first of all.
 
     Raises:
         UsageError: the name is too long.
-        OSError: what is there could not be put back.
+        OSError: the old destination could not be renamed back.
     """
     try:
         leftovers = LeftoverFiles(target)
@@ -307,13 +312,13 @@ def recover(target: str) -> list[str]:
         ):
             return []
         with holding_lock(leftovers):
-            old = put_back(leftovers)
-            return [put_back_message(leftovers.target, old)] if old else []
+            old = restore_old_target(leftovers)
+            return [describe_restored_target(leftovers.target, old)] if old else []
     except (Locked, FileNotFoundError, NotADirectoryError, PermissionError):
         return []  # said later, by whoever needs it
 
 
-def remove(folder: str, target: str) -> str | None:
+def remove_partial_folder(folder: str, target: str) -> str | None:
     """Remove a partial folder of ours, and return None if it is gone, or a sentence that says what is left of it and
     why. A folder that holds the old destination is kept while the destination is missing.
 
@@ -361,17 +366,19 @@ class Cleaned:
 
 
 def clean(path: str | os.PathLike[str], *, dry_run: bool = False) -> Cleaned:
-    """Remove what interrupted runs left beside a destination, or in a folder beside any destination.
+    """Remove what interrupted runs left next to a destination, or next to any destination in a folder.
 
-    Partial folders and locks that belong to us, of runs that no longer live, are removed. An old destination that an
-    interrupted run took away is put back first. What belongs to others, or is in use, is reported in `kept`.
+    Partial folders and locks of ours are removed unless a running process holds the lock. An old destination that an
+    interrupted run moved away is first put back in its place. What belongs to other users, or is in use, is reported in
+    `kept`.
 
     Args:
-        path: a destination, whether it exists or not, or a folder with destinations in it.
+        path: a destination, whether or not it exists, or a folder with destinations in it.
         dry_run: only report.
 
     Raises:
-        UsageError: neither the path nor the folder that holds it exists.
+        UsageError: the parent folder of the path does not exist.
+        CkpttoolError: a system call failed.
     """
     target = os.path.abspath(path)
     if not os.path.isdir(os.path.dirname(target)):
@@ -380,38 +387,38 @@ def clean(path: str | os.PathLike[str], *, dry_run: bool = False) -> Cleaned:
     try:
         all_leftovers = [LeftoverFiles(target)] if os.path.basename(target) else []
         if os.path.isdir(target):
-            all_leftovers += _leftovers_in(target)
+            all_leftovers += _find_all_leftovers(target)
         for leftovers in all_leftovers:
             _clean_leftovers(leftovers, dry_run, out)
             if (out.removed or out.put_back) and not dry_run:
                 note_change("Some of what was left is removed already; the same command again removes the rest.")
     except OSError as e:
-        raise kind_of_failure(e)(f"{path_of_failure(e, target)}: {e.strerror}.") from e
+        raise kind_of_failure(e)(f"{get_failed_path(e, target)}: {e.strerror}.") from e
     return out
 
 
-def _leftovers_in(folder: str) -> list[LeftoverFiles]:
-    """Return, for each destination in a folder beside which something is left, the names of what is kept beside it. The
-    destination itself may be missing."""
+def _find_all_leftovers(folder: str) -> list[LeftoverFiles]:
+    """Return the `LeftoverFiles` of each destination, existing or not, for which a folder holds a lock or a partial
+    folder."""
     names: dict[str, str] = {}
     for entry in sorted(os.listdir(folder)):
         if entry.startswith(".") and (m := _SUFFIX.fullmatch(entry[1:])):
             stem = m["stem"]
             said = read_journal(os.path.join(folder, entry))[:1] if m["id"] else []
             name = said[0].get("name") if said else None
-            if isinstance(name, str) and "/" not in name and _shortened_name(name, _longest_name(folder)) == stem:
+            if isinstance(name, str) and "/" not in name and _shorten_name(name, _max_name_bytes(folder)) == stem:
                 names[stem] = name  # a long one, which is cut in the names beside it
             names.setdefault(stem, stem)
     return [LeftoverFiles(os.path.join(folder, name)) for name in names.values()]
 
 
 def _clean_leftovers(leftovers: LeftoverFiles, dry_run: bool, out: Cleaned) -> None:
-    """Remove what is left next to one destination, and add to `out` what was done.
+    """Remove the partial folders and the lock of one destination, and record in `out` what was done.
 
     Args:
-        leftovers: the names of what is kept next to the destination.
-        dry_run: only add to `out` what would be done.
-        out: added to; what another run is using is added to its `kept`.
+        leftovers: the names of the lock and the partial folders of the destination.
+        dry_run: only record what would be done.
+        out: gets the results; folders that another run is using go to its `kept`.
     """
     folders = leftovers.folders()
     if not folders and not os.path.lexists(leftovers.lock):
@@ -419,14 +426,14 @@ def _clean_leftovers(leftovers: LeftoverFiles, dry_run: bool, out: Cleaned) -> N
     stale = os.path.lexists(leftovers.lock)
     try:
         with holding_lock(leftovers, dry_run):
-            if old := put_back(leftovers, dry_run):
+            if old := restore_old_target(leftovers, dry_run):
                 out.put_back.append((old, leftovers.target))
             for folder in folders:
-                if why := why_foreign(folder):
+                if why := explain_foreign_folder(folder):
                     out.kept.append((folder, f"{why}; if you know that it can go: rm -r {shlex.quote(folder)}"))
                     continue
-                size = _disk_bytes(folder)
-                left = None if dry_run else remove(folder, leftovers.target)
+                size = _count_disk_bytes(folder)
+                left = None if dry_run else remove_partial_folder(folder, leftovers.target)
                 if left is None:
                     out.removed.append((folder, size))
                 else:
@@ -438,25 +445,26 @@ def _clean_leftovers(leftovers: LeftoverFiles, dry_run: bool, out: Cleaned) -> N
         out.kept += [(path, str(e)) for path in folders or [leftovers.lock]]
 
 
-def _disk_bytes(folder: str) -> int:
-    """Return how many bytes the files below a folder take on the disk."""
+def _count_disk_bytes(folder: str) -> int:
+    """Return the disk space that the files below a folder take, in bytes."""
     return sum(
         os.lstat(os.path.join(where, name)).st_blocks * 512 for where, _, names in os.walk(folder) for name in names
     )
 
 
-def rename_special(a: str, b: str, flags: int, a_folder: int = -100) -> bool:
-    """Call renameat2(2); returns False if the system or the file system has no such thing, and True if it was done.
+def rename_with_flags(a: str, b: str, flags: int, a_folder: int = -100) -> bool:
+    """Call renameat2(2); return False if the system or the file system does not support it, True if the rename was
+    done.
 
     Args:
         a: path to rename.
         b: its new path.
-        flags: 1 to rename only if nothing is at `b` (NOREPLACE), 2 to exchange the two (EXCHANGE).
-        a_folder: descriptor of the folder that `a` is relative to; by default (AT_FDCWD) the current one.
+        flags: 1 to fail if `b` exists (NOREPLACE), 2 to exchange the two (EXCHANGE).
+        a_folder: descriptor of the folder that `a` is relative to; the default is the current folder (AT_FDCWD).
 
     Raises:
-        DestinationExists: something is at `b`, with NOREPLACE.
-        OSError: it failed otherwise.
+        DestinationExists: `b` exists, with NOREPLACE.
+        OSError: the call failed otherwise.
     """
     import ctypes
 

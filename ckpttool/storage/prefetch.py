@@ -57,8 +57,9 @@ class Prefetcher:
             self._coming.append((deque(), iter(ranges)))
 
     def take(self, name: str, offset: int, n: int) -> bytes | memoryview | None:
-        """Return the `n` bytes of an object from `offset` on, if they are within a range that was announced; None for
-        any other. The first that is wanted fetches many that follow.
+        """Return the `n` bytes of an object from `offset` on if they are within an announced range; None if they are
+        not, are more than `range_bytes`, or could not be fetched. The first read of an announced range fetches many of
+        the ranges after it as well.
 
         Raises:
             Stalled: the server makes no progress.
@@ -86,8 +87,8 @@ class Prefetcher:
         )
 
     def _fetch_around(self, name: str, offset: int, n: int) -> bool:
-        """Fetch the announced range that has the `n` bytes of an object from `offset` on, and the announced ranges
-        after it; ranges before it are forgotten. Returns False if none has them."""
+        """Fetch the announced range that contains the `n` bytes of an object from `offset` on, with the ranges
+        announced after it, and forget those announced before it. Return False if no announced range contains them."""
         for k in range(len(self._coming) - 1, -1, -1):
             waiting, more = self._coming[k]
             waiting.extend(islice(more, self._sizes.lookahead_ranges - len(waiting)))

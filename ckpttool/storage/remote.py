@@ -25,16 +25,16 @@ from ..errors import Corrupt, MissingPackage, RemoteError, SourceChanged, Unsafe
 from ..extras import explain_missing_package
 from .answer_limits import LIMITS
 from .frames import FramedFile
-from .listings import file_info, list_entries, list_tree
+from .listings import list_entries, list_tree, make_hub_file_info
 from .prefetch import FetchSizes, Prefetcher
-from .retries import BadRange, NotFound, redacted_message, with_retries
+from .retries import BadRange, NotFound, redact_message, with_retries
 from .source import Identity, Source
-from .urls import check_inside, redact_url, refuse_azure_query, scheme_of
+from .urls import check_object_name, get_scheme, redact_url, refuse_azure_query
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-__all__ = ["RemoteSource", "commit_of", "filesystem_for"]
+__all__ = ["RemoteSource", "filesystem_for", "get_commit_hash"]
 
 _PACKAGE = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 _PACKAGE |= dict.fromkeys(("az", "abfs", "abfss"), "adlfs")
@@ -63,13 +63,14 @@ _VERSION = (
 
 
 def filesystem_for(url: str) -> tuple[AbstractFileSystem, str, str]:
-    """Return (fsspec's file system, path in it, "?..." that every request of a web server carries or "") for a URL.
+    """Open fsspec's file system for a URL: (file system, path of the URL in it, "?..." that every request to a web
+    server must carry or "").
 
     Raises:
-        UsageError: there is no such kind of store, or its package is not installed (MissingPackage).
-        RemoteError: a store that is asked at once does not answer.
+        UsageError: the URL is of no known kind of store; MissingPackage if its package is not installed.
+        RemoteError: a store that fsspec contacts at once (ftp) does not answer.
     """
-    scheme = scheme_of(url)
+    scheme = get_scheme(url)
     if scheme is None or "::" in url:
         raise UsageError(
             f"{redact_url(url)} is not the URL of a store; give one like s3://bucket/folder.", code="CKPT0214"
@@ -86,7 +87,7 @@ def filesystem_for(url: str) -> tuple[AbstractFileSystem, str, str]:
     try:
         from fsspec.core import url_to_fs
 
-        options |= _bounding_options(scheme)
+        options |= _make_client_options(scheme)
         fs, path = url_to_fs(url, **options)
     except ImportError:
         if scheme in _PACKAGE:
@@ -95,10 +96,10 @@ def filesystem_for(url: str) -> tuple[AbstractFileSystem, str, str]:
         raise MissingPackage(f"{scheme}:// needs a package that is not installed: {how}") from None
     except ValueError as e:
         azure = " Set AZURE_STORAGE_ACCOUNT_NAME or AZURE_STORAGE_CONNECTION_STRING." if _is_azure(scheme) else ""
-        raise UsageError(f"{redact_url(url)}: {redacted_message(e)}.{azure}", code="CKPT0214") from None
+        raise UsageError(f"{redact_url(url)}: {redact_message(e)}.{azure}", code="CKPT0214") from None
     except OSError as e:  # some stores (ftp) are asked for at once
         raise RemoteError(
-            f"{redact_url(url)}: {redacted_message(e)}. Check the address and the network.", code="CKPT0901"
+            f"{redact_url(url)}: {redact_message(e)}. Check the address and the network.", code="CKPT0901"
         ) from None
     gc.enable()  # the command line turns it off; clients of stores leave cycles that hold what they have read
     if scheme == "hf":
@@ -141,10 +142,10 @@ def _is_azure(scheme: str) -> bool:
     return _PACKAGE.get(scheme) == "adlfs"
 
 
-def _bounding_options(scheme: str) -> dict[str, Any]:
-    """Return arguments of fsspec's file system for a scheme ("s3") that bound its clients' answers (answer_limits.py);
-    {} where a store needs none. They are equal at every call, since fsspec tells file systems apart by them, and not
-    the same dict, since botocore adds to it.
+def _make_client_options(scheme: str) -> dict[str, Any]:
+    """Return the arguments of fsspec's file system, {name: value}, that limit the size and the duration of responses
+    for a scheme such as "s3" (answer_limits.py); {} for a store that is limited elsewhere. Every call returns an equal
+    dict, since fsspec caches file systems by their arguments, but a new one, since botocore adds to it.
 
     Raises:
         ImportError: the package of the store is not installed.
@@ -152,9 +153,9 @@ def _bounding_options(scheme: str) -> dict[str, Any]:
     if scheme in ("s3", "s3a"):
         if find_spec("s3fs") is None:
             raise ImportError("s3fs")
-        from .aiohttp_limits import bounded_s3_session
+        from .aiohttp_limits import make_s3_session_class
 
-        return {"config_kwargs": {"retries": {"total_max_attempts": 1}, "http_session_cls": bounded_s3_session()}}
+        return {"config_kwargs": {"retries": {"total_max_attempts": 1}, "http_session_cls": make_s3_session_class()}}
     if scheme in ("http", "https", "gs", "gcs"):
         from .aiohttp_limits import session_settings
 
@@ -185,9 +186,9 @@ class RemoteSource(Source):
         self._ahead = Prefetcher(self._fetch_range, self.sizes)
         self._framed: dict[str, FramedFile] = {}
 
-    def _pinned_prefix(self) -> str:
-        """Return the path that all objects are below. On the Hub it names the commit that was first seen, so that all
-        reads are of one commit even if the branch moves on.
+    def _get_pinned_prefix(self) -> str:
+        """Return the path in the file system below which all objects are. On the Hub it contains the commit that the
+        first call found, so that all reads see one commit even if the branch moves.
 
         Raises:
             RemoteError: the Hub fails.
@@ -200,30 +201,31 @@ class RemoteSource(Source):
             return self._pinned
 
     def explain_missing(self) -> str:
-        """Return a text on why nothing is at the URL, with the URL before it.
+        """Return a sentence, with the URL, that says why nothing was found at the URL.
 
         Raises:
             RemoteError: the Hub fails.
         """
         try:
-            self._pinned_prefix()
+            self._get_pinned_prefix()
         except NotFound as e:
             return str(e)
         kind = "bucket" if self._prefix.startswith("buckets/") else "repository"
         of_hub = f"the Hub has the {kind}, and no such file or folder in it"
         return f"{self.root}: {of_hub if self._hub else 'no such object, and no objects below it'}."
 
-    def _object_path(self, name: str) -> str:
-        """Return the path of an object for fsspec.
+    def _make_object_path(self, name: str) -> str:
+        """Return the path of an object in fsspec's file system.
 
         Raises:
-            Unsafe: the name leads out of the URL.
+            Unsafe: the name leads out of the source.
+            RemoteError: the Hub fails.
         """
-        check_inside(name, self.root)
-        return f"{self._pinned_prefix()}/{quote(name) if self._web else name}{self._query}"
+        check_object_name(name, self.root)
+        return f"{self._get_pinned_prefix()}/{quote(name) if self._web else name}{self._query}"
 
-    def _object_url(self, name: str) -> str:
-        """Return the URL of an object for messages; that of the whole source for ""."""
+    def _make_object_url(self, name: str) -> str:
+        """Return the URL of an object, for messages; for "" the URL of the source."""
         return f"{self.root}/{name}" if name else self.root
 
     def _fetch_identity(self, name: str) -> Identity:
@@ -233,24 +235,25 @@ class RemoteSource(Source):
             NotFound: there is no such object, or it is a folder.
             RemoteError: the store fails, or does not tell the size.
         """
-        path = self._object_path(name)
-        info: dict[str, Any] = with_retries(self._object_url(name), lambda: _fetch_info(self._fs, path))
+        path = self._make_object_path(name)
+        info: dict[str, Any] = with_retries(self._make_object_url(name), lambda: _fetch_info(self._fs, path))
         if info.get("type") != "file":
-            raise NotFound(f"{self._object_url(name)} is a folder, not an object.")
-        found = self._identity_of_info(name, info)
+            raise NotFound(f"{self._make_object_url(name)} is a folder, not an object.")
+        found = self._make_identity(name, info)
         if found is None and isinstance(info.get("size"), int):
-            raise NotFound(f"{self._object_url(name)} is a folder, not an object.")
+            raise NotFound(f"{self._make_object_url(name)} is a folder, not an object.")
         if found is None:
             raise RemoteError(
-                f"{self._object_url(name)}: the server does not give its size, which is needed to read parts of it. "
+                f"{self._make_object_url(name)}: the server does not give its size, which is needed to read parts of "
+                "it. "
                 "Download the file.",
                 code="CKPT0906",
             )
         return found
 
-    def _identity_of_info(self, name: str, info: dict[str, Any]) -> Identity | None:
-        """Return the identity of an object by fsspec's `info` of it: (hash of its URL, hash of the version that the
-        store gives, bytes, 0, 0). None if it is a folder or its size is not known."""
+    def _make_identity(self, name: str, info: dict[str, Any]) -> Identity | None:
+        """Return the identity of an object by fsspec's `info` of it: (hash of its URL, hash of its version, bytes, 0,
+        0); None if it is a folder or its size is unknown."""
         if info.get("type") != "file" or not isinstance(info.get("size"), int) or info["size"] < 0:
             return None
         if self._web and str(info.get("url", "")).partition("?")[0].endswith("/"):
@@ -259,21 +262,24 @@ class RemoteSource(Source):
         return _hash64(f"{self._prefix}/{name}{self._query}"), _hash64(version), info["size"], 0, 0
 
     def list(self, folder: str = "") -> list[str]:
-        """Return the sorted names of the objects and prefixes directly below the URL ("") or below a prefix under it;
-        [] if there are none. The store is asked once for each.
+        """Return the sorted names of the objects and prefixes directly below the URL, or below a prefix under it; [] if
+        there are none. The store is asked at most once for each folder.
+
+        Args:
+            folder: the prefix, relative to the URL; "" for the URL itself.
 
         Raises:
             RemoteError: the store fails.
-            Unsafe: a name leads elsewhere.
+            Unsafe: a name leads out of the source.
         """
         if folder not in self._listed:
-            no_folder = folder in self._files or (folder and self._known_from_listing(folder) is not None)
+            no_folder = folder in self._files or (folder and self._find_listed_identity(folder) is not None)
             self._listed[folder] = {} if no_folder else self._fetch_listing(folder)
         return sorted(self._listed[folder])
 
-    def _known_from_listing(self, name: str) -> Identity | bool | None:
-        """Return what earlier listings say about a name: its identity; False if nothing has that name; None if it is a
-        folder, or if they do not say."""
+    def _find_listed_identity(self, name: str) -> Identity | bool | None:
+        """Return what earlier listings say about a name: its identity; False if there is no such object; None if it is
+        a folder, or if they do not tell."""
         if self._web:  # pages for people need not list everything
             return None
         parts = name.split("/")
@@ -284,45 +290,51 @@ class RemoteSource(Source):
         return self._listed.get("/".join(parts[:-1]), {}).get(parts[-1])
 
     def _fetch_listing(self, folder: str) -> dict[str, Identity | None]:
-        """Ask the store what is directly in a folder ("" for the whole source), and return {name: identity}, where the
-        identity is None for a folder and where the listing has no version; {} if there is no such folder.
+        """Request the list of objects and prefixes directly in a folder ("" for the source): {name: identity, or None
+        for a folder and for an object without a version in the listing}; {} if there is no such folder.
 
         Raises:
             RemoteError: the store fails.
-            Unsafe: a name leads elsewhere.
+            Unsafe: a name leads out of the source.
         """
         try:
-            path = self._object_path(folder).removesuffix(self._query) if folder else self._pinned_prefix()
-            found = list_entries(self._fs, path, self._query, self._object_url(folder))
+            path = self._make_object_path(folder).removesuffix(self._query) if folder else self._get_pinned_prefix()
+            found = list_entries(self._fs, path, self._query, self._make_object_url(folder))
         except NotFound:
             return {}
-        return {name: self._note_listed(f"{folder}/{name}" if folder else name, info) for name, info in found.items()}
+        return {name: self._record_listed(f"{folder}/{name}" if folder else name, info) for name, info in found.items()}
 
-    def _note_listed(self, name: str, info: dict[str, Any]) -> Identity | None:
-        """Keep what a listing says of a name (fsspec's `info`), and return the identity of an object; None of a folder,
-        and where the listing has no version."""
+    def _record_listed(self, name: str, info: dict[str, Any]) -> Identity | None:
+        """Record size and time of a listed object, and return its identity; None for a folder, and for an object
+        without a version in the listing.
+
+        Args:
+            name: relative to the URL.
+            info: fsspec's `info` from the listing.
+        """
         if info.get("type") == "file":
             size = info.get("size")
             self._files[name] = size if isinstance(size, int) else None
             if (when := _parse_time(info)) is not None:
                 self._times[name] = when
         versioned = any(info.get(k) for k in _STRONG)  # else a listing may not say the same as info() of one object
-        return self._identity_of_info(name, info) if versioned else None
+        return self._make_identity(name, info) if versioned else None
 
     def list_ahead(self) -> bool:
-        """Ask for all names below the URL, a thousand for each request; return whether `list` and `glance` send none
-        from now on, which only S3, GCS and Azure allow, and for at most `LIMITS.names` names.
+        """List all objects below the URL, a page for each request. Return True if `list` and `glance` need no further
+        requests; False, with nothing kept, if there are more than `LIMITS.names` objects or the store cannot list
+        recursively (all but S3, GCS and Azure).
 
         Raises:
             RemoteError: the store fails.
         """
-        found = list_tree(self._fs, self._pinned_prefix(), self.root)
+        found = list_tree(self._fs, self._get_pinned_prefix(), self.root)
         try:
             for n, (name, info) in enumerate(found or ()):
                 folder, _, last = name.rpartition("/")
                 inside = self._listed.setdefault(folder, {})
                 if last:
-                    inside[last] = self._note_listed(name, info)
+                    inside[last] = self._record_listed(name, info)
                 while folder:
                     folder, _, last = folder.rpartition("/")
                     self._listed.setdefault(folder, {}).setdefault(last, None)
@@ -347,10 +359,10 @@ class RemoteSource(Source):
         Raises:
             RemoteError: the store fails.
         """
-        if (known := self._known_from_listing(name)) is not None:
+        if (known := self._find_listed_identity(name)) is not None:
             return bool(known)
         try:
-            check_inside(name, self.root)
+            check_object_name(name, self.root)
         except Unsafe:
             return False
         try:
@@ -365,21 +377,21 @@ class RemoteSource(Source):
         return name not in self._files, self._files.get(name)
 
     def size(self, name: str) -> int:
-        """Return the bytes of an object.
+        """Return the size of an object in bytes.
 
         Raises:
             Corrupt: it is missing.
-            Unsafe: the name leads elsewhere.
-            SourceChanged: it is not the object that `expect` asks for.
-            RemoteError: the store does not tell.
+            Unsafe: the name leads out of the source.
+            SourceChanged: it is not the object that `expect` requires.
+            RemoteError: the store fails, or does not tell the size.
         """
         if name not in self._identity:
-            known = self._known_from_listing(name)
+            known = self._find_listed_identity(name)
             try:
                 now = known if isinstance(known, tuple) else self._fetch_identity(name)
             except NotFound:
                 raise Corrupt(
-                    f"{self._object_url(name)} is missing. The copy is incomplete; fetch the file again.",
+                    f"{self._make_object_url(name)} is missing. The copy is incomplete; fetch the file again.",
                     code="CKPT0401",
                 ) from None
             self._identity.setdefault(name, now)
@@ -387,35 +399,37 @@ class RemoteSource(Source):
         return self._identity[name][2]
 
     def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        """Announce ranges (name, offset, length) that will soon be read, in about this order; the first of them that is
-        read brings many that follow."""
-        self._ahead.prefetch(self._widened(name, offset, n) for name, offset, n in ranges)
+        """Announce ranges (name, offset, length) that will soon be read, in about this order; the first read of one of
+        them fetches many of the others."""
+        self._ahead.prefetch(self._widen_range(name, offset, n) for name, offset, n in ranges)
 
-    def _widened(self, name: str, offset: int, n: int) -> tuple[str, int, int]:
-        """Return a range (name, offset, length) with what is fetched with it (`FramedFile.widen`)."""
+    def _widen_range(self, name: str, offset: int, n: int) -> tuple[str, int, int]:
+        """Return the range (name, offset, length) to fetch for a range: with the headers of unproved items around it
+        (`FramedFile.widen`)."""
         if (framed := self._framed.get(name)) is None:
             return name, offset, n
         low, high = framed.widen(offset, offset + n)
         return name, low, high - low
 
     def prove_later(self, on: bool) -> None:
-        """Set whether readers may assume where items are (`framed`)."""
+        """Set whether layouts may assume the offsets of items instead of reading each header first (`framed`)."""
         self.proves_later = on
 
     def framed(self, name: str) -> FramedFile:
-        """Return the items of an object whose places are assumed; none where nobody has added one."""
+        """Return the items of an object whose offsets are assumed, to which layouts add; empty at first."""
         return self._framed.setdefault(name, FramedFile(partial(self._read_raw, name)))
 
     def count_unproved(self) -> tuple[int, int]:
-        """Return (items whose places are assumed and that nobody has looked into, all whose places were assumed)."""
+        """Return (number of items whose assumed offsets are not proved yet, number of all items with assumed
+        offsets)."""
         counts = [framed.count() for framed in self._framed.values()]
         return sum(n for n, _ in counts), sum(n for _, n in counts)
 
     def prove_all(self) -> None:
-        """Look into all items whose places are assumed.
+        """Prove the assumed offsets of all items by reading their headers.
 
         Raises:
-            CkpttoolError: one is damaged, or cannot be read.
+            CkpttoolError: an item is damaged, or cannot be read.
         """
         for name, framed in self._framed.items():
             self._ahead.prefetch((name, offset, n) for offset, n in framed.ends())
@@ -432,7 +446,8 @@ class RemoteSource(Source):
         """
         if offset < 0 or offset + len(into) > self.size(name):
             raise Corrupt(
-                f"{self._object_url(name)} has {self.size(name)} bytes; {offset}..{offset + len(into)} are needed.",
+                f"{self._make_object_url(name)} has {self.size(name)} bytes; {offset}..{offset + len(into)} are "
+                "needed.",
                 code="CKPT0403",
             )
         into = into.cast("B") if into.format != "B" else into
@@ -442,11 +457,11 @@ class RemoteSource(Source):
         into[:] = self._read_raw(name, offset, len(into)) if framed is None else framed.read(offset, len(into))
 
     def _read_raw(self, name: str, offset: int, n: int) -> bytes | bytearray | memoryview:
-        """Return `n` bytes of an object from `offset` on, as the store has them; large ranges with several requests at
-        a time.
+        """Return `n` bytes of an object from `offset` on, unproved, from memory or from the store; large ranges by
+        several requests at a time.
 
         Raises:
-            SourceChanged: it was replaced meanwhile.
+            SourceChanged: the object was replaced while it was read.
             RemoteError: the store fails.
             UsageError: the source was closed.
         """
@@ -478,7 +493,10 @@ class RemoteSource(Source):
             UsageError: the source was closed.
         """
         self._refuse_closed()
-        path, how = self._object_path(name), {"cache_type": "none"} if self._hub else {}  # else 5 MiB are read ahead
+        path, how = (
+            self._make_object_path(name),
+            {"cache_type": "none"} if self._hub else {},
+        )  # else 5 MiB are read ahead
 
         def once() -> bytes:
             """Return the bytes that one request brings; EOFError if they are too few."""
@@ -492,38 +510,39 @@ class RemoteSource(Source):
             return data
 
         try:
-            data = with_retries(self._object_url(name), once)
+            data = with_retries(self._make_object_url(name), once)
         except (NotFound, BadRange):
             raise SourceChanged(
-                f"{self._object_url(name)} changed while it was read. Wait until its writer has finished."
+                f"{self._make_object_url(name)} changed while it was read. Wait until its writer has finished."
             ) from None
         except RemoteError:
             if self.commit is None:  # a commit does not change
-                self._check_same([name], sure=False)
+                self._check_unchanged([name], sure=False)
             raise
         if len(data) > n:  # of a store whose answers are not bounded while they arrive
             raise RemoteError(
-                f"{self._object_url(name)}: the server ignores Range requests and sends the whole object. Download "
+                f"{self._make_object_url(name)}: the server ignores Range requests and sends the whole object. "
+                "Download "
                 "the file.",
                 code="CKPT0906",
             )
         return data
 
     def identities(self) -> dict[str, Identity]:
-        """Return {name: (place, version, bytes, 0, 0)} of every object looked at so far."""
+        """Return {name: (hash of the URL, hash of the version, bytes, 0, 0)} of every object used so far."""
         return dict(self._identity)
 
     def has_versions(self) -> bool:
-        """Return whether the store gives a version of every object looked at so far, so that `assert_unchanged` proves
-        something."""
+        """Return whether the store gave a version of every object used so far, so that `assert_unchanged` can notice a
+        replacement by another object of the same size."""
         return all(identity[1] != _NO_VERSION for identity in self._identity.values())
 
     def assert_unchanged(self) -> None:
-        """Prove that no object was replaced since it was first looked at. A commit on the Hub does not change, so
-        nothing is asked there.
+        """Check that no object was replaced since it was first used. On the Hub nothing is requested, since a commit
+        does not change.
 
         Raises:
-            SourceChanged: an object was; with its name.
+            SourceChanged: an object was replaced or removed; the message names it.
             RemoteError: the store fails.
         """
         if self.commit is not None:
@@ -543,15 +562,15 @@ class RemoteSource(Source):
         from concurrent.futures import ThreadPoolExecutor
 
         with ThreadPoolExecutor(self.sizes.threads, "ckpttool-fetch") as pool:
-            for _ in pool.map(lambda name: self._check_same([name]), single):
+            for _ in pool.map(lambda name: self._check_unchanged([name]), single):
                 pass
 
-    def _check_same(self, names: Iterable[str], sure: bool = True) -> None:
-        """Ask the store whether these objects are those that were first looked at.
+    def _check_unchanged(self, names: Iterable[str], sure: bool = True) -> None:
+        """Request the identities of objects, and check that they are those of the first use.
 
         Args:
             names: of the objects.
-            sure: raise the error of a request that fails; otherwise that object is passed over.
+            sure: raise the error of a failed request; otherwise skip that object.
 
         Raises:
             SourceChanged: one was replaced or removed.
@@ -571,7 +590,9 @@ class RemoteSource(Source):
 
     def _changed_error(self, name: str) -> SourceChanged:
         """Return the error for an object that was replaced; it is not raised."""
-        return SourceChanged(f"{self._object_url(name)} changed while it was read. Wait until its writer has finished.")
+        return SourceChanged(
+            f"{self._make_object_url(name)} changed while it was read. Wait until its writer has finished."
+        )
 
     def close(self) -> None:
         """Refuse all further reads; nothing is open."""
@@ -579,15 +600,15 @@ class RemoteSource(Source):
 
 
 def _pin_commit(fs: AbstractFileSystem, path: str) -> tuple[str, str | None]:
-    """Return (a path on the Hub with the commit in the place of its branch, that commit); (the path itself, None) if it
-    names no repository.
+    """Resolve the revision in a path on the Hub: (path with the commit as its revision, commit); (the path unchanged,
+    None) if it names no repository or the Hub gives no commit.
 
     Args:
         fs: fsspec's file system of the Hub.
         path: in it.
 
     Raises:
-        RemoteError: the Hub's answer is no commit. Other errors are those of huggingface_hub.
+        RemoteError: the Hub's answer is not a commit hash. Other errors are those of huggingface_hub.
     """
     from huggingface_hub import HfApi, constants
 
@@ -602,13 +623,13 @@ def _pin_commit(fs: AbstractFileSystem, path: str) -> tuple[str, str | None]:
     kind = constants.REPO_TYPES_URL_PREFIXES.get(at.repo_type, "")
     if not found.sha:
         return path, None
-    commit = commit_of(found, f"hf://{kind}{at.repo_id}")
+    commit = get_commit_hash(found, f"hf://{kind}{at.repo_id}")
     return f"{kind}{at.repo_id}@{commit}/{at.path_in_repo}".rstrip("/"), commit
 
 
 def _fetch_info(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
-    """Return fsspec's `info` of an object. A file in a bucket of the Hub, which may be replaced at any time, is asked
-    for again, since huggingface_hub would answer from the listing that it has.
+    """Request fsspec's `info` of an object. A file in a bucket of the Hub is looked up at the Hub each time, since it
+    may be replaced and fsspec's file system would answer from its cached listing.
 
     Raises:
         FileNotFoundError: the bucket has no such file. Other errors are those of the store's client.
@@ -628,11 +649,11 @@ def _fetch_info(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
     api: Any = HfApi(endpoint=fs.endpoint, token=fs.token)
     for entry in api.get_bucket_paths_info(at.bucket_id, [at.path]) if at.path else ():
         if entry.path == at.path:
-            return file_info(entry)
+            return make_hub_file_info(entry)
     raise FileNotFoundError(path)
 
 
-def commit_of(found: Any, url: str) -> str:
+def get_commit_hash(found: Any, url: str) -> str:
     """Return the commit of a revision, in hex.
 
     Args:
@@ -662,18 +683,18 @@ def _parse_time(info: dict[str, Any]) -> float | None:
 
 
 def _hash64(text: str) -> int:
-    """Return 64 bits of the SHA-256 of a text."""
+    """Return the first 64 bits of the SHA-256 of a text, as an integer."""
     from hashlib import sha256
 
     return int.from_bytes(sha256(text.encode()).digest()[:8], "little")
 
 
-_NO_VERSION = 0x141CFC9842C4B0E3  # _number("")
+_NO_VERSION = 0x141CFC9842C4B0E3  # _hash64("")
 
 
 def _fetch_web_range(fs: AbstractFileSystem, url: str, start: int, end: int) -> bytes:
-    """Return the bytes [start, end) of the file at a web URL, or what the server sends instead. Errors are those of
-    aiohttp and fsspec."""
+    """Request bytes [start, end) of the file at a web URL. The server may send others; errors are those of aiohttp and
+    fsspec."""
     from fsspec.asyn import sync
 
     async def call() -> bytes:

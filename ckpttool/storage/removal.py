@@ -17,11 +17,11 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from ..errors import CkpttoolError, DestinationExists, SourceChanged, Unsafe, kind_of_failure, path_of_failure
+from ..errors import CkpttoolError, DestinationExists, SourceChanged, Unsafe, get_failed_path, kind_of_failure
 from .local_file import sync_folder
-from .partial import LeftoverFiles, holding_lock, make_private_folder, rename_special, why_foreign
+from .partial import LeftoverFiles, explain_foreign_folder, holding_lock, make_private_folder, rename_with_flags
 
-__all__ = ["Remover", "explain_failures", "find_leftovers", "is_tidy", "open_below"]
+__all__ = ["Remover", "convert_os_errors", "find_leftovers", "has_no_leftovers", "open_folder_below"]
 
 _NAME = "ckpttool-prune"
 _ID = b"prune\0".hex()
@@ -29,16 +29,16 @@ _MOST = 100  # names of folders to rename to, if somebody else's are in the way
 
 
 @contextmanager
-def open_below(root: str, folder: str) -> Iterator[int]:
-    """While the block runs, lend a descriptor of a folder below another one.
+def open_folder_below(root: str, folder: str) -> Iterator[int]:
+    """Open a folder below another one, and yield its descriptor while the block runs.
 
     Args:
-        root: a path, whose links are followed.
-        folder: relative to it; "" for itself.
+        root: path of the other folder; links in it are followed.
+        folder: path relative to `root`, in which no link is followed; "" for `root` itself.
 
     Raises:
-        Unsafe: a part of it is a link.
-        SourceChanged: it is not there any more.
+        Unsafe: a component of it is a link.
+        SourceChanged: it no longer exists.
     """
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     fd = os.open(root, flags)
@@ -60,17 +60,27 @@ def open_below(root: str, folder: str) -> Iterator[int]:
 
 
 def find_leftovers(root: str, folder: str) -> list[str]:
-    """Return the paths of what interrupted runs left in a folder that they renamed and did not delete. What is not ours
-    is left out."""
+    """Return the paths of folders in which interrupted runs left checkpoints that were being deleted from a folder; []
+    if it cannot be listed. Folders that are not ours are left out.
+
+    Args:
+        root: a path.
+        folder: the folder to look in, relative to `root`.
+    """
     leftovers = LeftoverFiles(os.path.join(root, folder, _NAME))
     try:
-        return [f for f in leftovers.folders() if f"partial-{_ID}" in f and why_foreign(f) is None]
+        return [f for f in leftovers.folders() if f"partial-{_ID}" in f and explain_foreign_folder(f) is None]
     except OSError:
         return []
 
 
-def is_tidy(root: str, folder: str) -> bool:
-    """Return whether no interrupted run left anything in a folder, not even its lock."""
+def has_no_leftovers(root: str, folder: str) -> bool:
+    """Return whether interrupted runs left neither deleted checkpoints nor a lock in a folder.
+
+    Args:
+        root: a path.
+        folder: the folder to look in, relative to `root`.
+    """
     lock = LeftoverFiles(os.path.join(root, folder, _NAME)).lock
     return not os.path.lexists(lock) and not find_leftovers(root, folder)
 
@@ -85,50 +95,62 @@ class Remover:
     """
 
     def __init__(self, root: str, folder: str, freed: Callable[[int, int], None]) -> None:
-        """Delete in `folder`, relative to `root`; `freed` is called for each file that was deleted, with its bytes, and
-        the number of names that it had, of which this was one."""
+        """Prepare to delete entries of one folder.
+
+        Args:
+            root: path of the run's folder.
+            folder: the folder whose entries are deleted, relative to `root`.
+            freed: called as `freed(bytes, links)` for each deleted file: its size, and how many hard links it had
+                before.
+        """
         self.root, self.folder, self.freed = root, folder, freed
 
     @contextmanager
     def hold(self) -> Iterator[Remover]:
-        """While the block runs, hold the lock of the folder; first, delete what an interrupted run left."""
+        """Hold the lock of the folder while the block runs, after deleting what interrupted runs left; yield this
+        object."""
         at = os.path.join(self.root, self.folder)
-        with explain_failures(at), open_below(self.root, self.folder):
+        with convert_os_errors(at), open_folder_below(self.root, self.folder):
             pass  # no link leads out
-        with explain_failures(at), holding_lock(LeftoverFiles(os.path.join(at, _NAME))):
+        with convert_os_errors(at), holding_lock(LeftoverFiles(os.path.join(at, _NAME))):
             for left in find_leftovers(self.root, self.folder):
-                self._delete_aside(left)
+                self._delete_trash_folder(left)
             yield self
 
     def remove(self, name: str, identity: tuple[int, int]) -> None:
-        """Rename an entry of the folder out of the way, and delete it.
+        """Move an entry out of the folder by a rename, and then delete it.
 
         Args:
             name: of the entry.
-            identity: its (device, inode), as it was looked at.
+            identity: its expected (device, inode).
 
         Raises:
-            SourceChanged: it is another one by now, or gone.
+            SourceChanged: the entry was replaced or removed.
             Locked: a conversion is replacing it.
         """
         at = os.path.join(self.root, self.folder)
-        with explain_failures(os.path.join(at, name)), open_below(self.root, self.folder) as fd:
+        with convert_os_errors(os.path.join(at, name)), open_folder_below(self.root, self.folder) as fd:
             with holding_lock(LeftoverFiles(os.path.join(at, name)), look_only=True):
                 _check_identity(fd, name, identity, at)
-                aside = self._make_aside(at)
-                with open_below(at, os.path.basename(aside)) as into:
+                aside = self._create_trash_folder(at)
+                with open_folder_below(at, os.path.basename(aside)) as into:
                     os.rename(name, "tree", src_dir_fd=fd, dst_dir_fd=into)
                     try:
                         _check_identity(into, "tree", identity, at)
                     except CkpttoolError:
-                        _put_back(into, os.path.join(at, name))
+                        _undo_rename(into, os.path.join(at, name))
                         raise
                     os.fsync(into)
                 os.fsync(fd)
-            self._delete_aside(aside)
+            self._delete_trash_folder(aside)
 
-    def _make_aside(self, at: str) -> str:
-        """Create a folder of ours in the folder `at` to rename something into, and return its path."""
+    def _create_trash_folder(self, at: str) -> str:
+        """Create a private folder in the folder `at`, into which an entry is renamed before it is deleted, and return
+        its path.
+
+        Raises:
+            DestinationExists: all names for it are taken.
+        """
         prefix = LeftoverFiles(os.path.join(at, _NAME)).prefix
         for n in range(_MOST):
             aside = os.path.join(at, f"{prefix}{_ID}" + (f"-{n}" if n else ""))
@@ -139,9 +161,9 @@ class Remover:
             f"{aside} and {_MOST - 1} like it are there, and not ours. Remove them.", code="CKPT0603"
         )
 
-    def _delete_aside(self, aside: str) -> None:
-        """Delete a folder of ours, with what was renamed into it."""
-        with open_below(os.path.dirname(aside), os.path.basename(aside)) as fd:
+    def _delete_trash_folder(self, aside: str) -> None:
+        """Delete a folder that `_create_trash_folder` created, and everything in it."""
+        with open_folder_below(os.path.dirname(aside), os.path.basename(aside)) as fd:
             for _, folders, files, here in os.fwalk(".", topdown=False, dir_fd=fd):
                 for name in (*files, *folders):
                     st = os.stat(name, dir_fd=here, follow_symlinks=False)
@@ -154,21 +176,32 @@ class Remover:
         sync_folder(os.path.dirname(aside))
 
 
-def _put_back(into: int, path: str) -> None:
-    """Rename `tree` in the folder `into` back to a path, since it is not what was to be deleted; where something is
-    there again, rename it so that nothing deletes it."""
+def _undo_rename(into: int, path: str) -> None:
+    """Rename `tree` in the folder `into` back to `path`, because it is not the entry that was to be deleted; if `path`
+    exists again, rename it to `not-deleted`, which no run deletes.
+
+    Args:
+        into: descriptor of the folder.
+        path: where `tree` was.
+    """
     try:
-        if not rename_special("tree", path, 1, into):  # NOREPLACE
+        if not rename_with_flags("tree", path, 1, into):  # NOREPLACE
             os.rename("tree", path, src_dir_fd=into)
     except (OSError, CkpttoolError):
         os.rename("tree", "not-deleted", src_dir_fd=into, dst_dir_fd=into)
 
 
 def _check_identity(fd: int, name: str, identity: tuple[int, int], at: str) -> None:
-    """Refuse an entry of the folder `fd` that is not the one with this (device, inode).
+    """Check that an entry of a folder still has the expected (device, inode).
+
+    Args:
+        fd: descriptor of the folder.
+        name: of the entry.
+        identity: the expected (device, inode).
+        at: path of the folder, for the message.
 
     Raises:
-        SourceChanged: it is another one, a link, or gone. `at` is the path of the folder, for the message.
+        SourceChanged: the entry is another one, a link, or gone.
     """
     try:
         st = os.stat(name, dir_fd=fd, follow_symlinks=False)
@@ -179,9 +212,10 @@ def _check_identity(fd: int, name: str, identity: tuple[int, int], at: str) -> N
 
 
 @contextmanager
-def explain_failures(path: str) -> Iterator[None]:
-    """While the block runs, make errors of the system errors of ours, about a path."""
+def convert_os_errors(path: str) -> Iterator[None]:
+    """Convert an OSError in the block to a CkpttoolError that says that `path`, or the path of the error, cannot be
+    deleted."""
     try:
         yield
     except OSError as e:
-        raise kind_of_failure(e)(f"{path_of_failure(e, path)} cannot be deleted: {e.strerror}.") from e
+        raise kind_of_failure(e)(f"{get_failed_path(e, path)} cannot be deleted: {e.strerror}.") from e

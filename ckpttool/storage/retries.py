@@ -32,7 +32,7 @@ __all__ = [
     "RetryPolicy",
     "classify_error",
     "find_own_error",
-    "redacted_message",
+    "redact_message",
     "with_retries",
 ]
 
@@ -110,16 +110,17 @@ class Denied(RemoteError):
 
 
 def with_retries(url: str, call: Callable[[], T], *, writes: bool = False) -> T:
-    """Call something that sends requests, again after temporary failures, and return its result. What the server
-    answers is bounded (answer_limits.py).
+    """Call a function that sends requests, again after temporary failures, and return its result. Size and duration of
+    the responses are limited (answer_limits.py).
 
     Args:
-        url: what is asked for, without credentials, for messages.
-        call: sends the requests; called up to `RetryPolicy.tries` times.
-        writes: something is sent, so an answer may take long.
+        url: of the requests, without credentials, for messages.
+        call: sends the requests; called up to `RetryPolicy.tries` times, or `throttled_tries` if the store throttles.
+        writes: the requests send data, so a response may take long.
 
     Raises:
-        RemoteError: it fails; or a subclass, NotFound, ConditionFailed, BadRange, Denied or Stalled.
+        RemoteError: all tries failed; or a subclass: NotFound, ConditionFailed, BadRange, NotOffered, Denied or
+            Stalled.
         CkpttoolError, NotImplementedError: what `call` itself raises.
     """
     budget, stalls, outer = RequestBudget(url, writes=writes), 0, sys.exception()
@@ -138,26 +139,26 @@ def with_retries(url: str, call: Callable[[], T], *, writes: bool = False) -> T:
             if ours is not None:
                 raise ours from None
             kind, by = classify_error(e)
-            throttled = _error_code(by) in _THROTTLED or _http_status(by) in (429, 503)
+            throttled = _get_error_code(by) in _THROTTLED or _get_http_status(by) in (429, 503)
             if kind is None and k + 1 < (POLICY.throttled_tries if throttled else POLICY.tries):
                 wait = min(POLICY.first_wait_seconds * 2**k, POLICY.most_wait_seconds)
                 time.sleep(wait * random.uniform(0.5, 1) if throttled else wait)  # so that not all threads come again
                 continue
             if kind is not None and (said := _describe_missing_on_hub(e)) is not None:
                 raise (kind if kind is Denied else NotFound)(f"{url}: {said}.") from None
-            error = _error_for(url, kind, redacted_message(by), k + 1)
+            error = _make_request_error(url, kind, redact_message(by), k + 1)
         raise error from None
     raise AssertionError
 
 
 def _describe_missing_on_hub(e: Exception) -> str | None:
-    """Return what of a URL the Hub does not have or does not show, and what to do; None where huggingface_hub's error
-    is not about that.
+    """Return a clause that says which repository, bucket or revision the Hub lacks or hides, and what to do; None if
+    the error of huggingface_hub has another cause.
 
-    Without a token, the Hub answers 401 for a repository that is private and for one that is not there; with one that
-    may not see it, 404 for both.
+    Without a token, the Hub answers 401 for a private repository and for a missing one; with a token that may not read
+    it, 404 for both.
     """
-    names = {c.__name__ for x in _error_chain(e) for c in type(x).__mro__}
+    names = {c.__name__ for x in _iter_error_chain(e) for c in type(x).__mro__}
     if "GatedRepoError" in names:
         return "the repository is gated. Accept its terms on its page with the account of the token"
     if "RevisionNotFoundError" in names:
@@ -179,17 +180,20 @@ def _describe_missing_on_hub(e: Exception) -> str | None:
 
 
 def find_own_error(e: BaseException, outer: BaseException | None = None) -> CkpttoolError | None:
-    """Return the first error of errors.py among an exception and its causes; None if there is none. Clients wrap what
-    is raised while they read an answer.
+    """Return the first CkpttoolError among an exception and its causes, since clients wrap errors that are raised while
+    they read a response; None if there is none.
 
     Args:
         e: the exception that a client raised.
-        outer: what was being handled already when the client was called, which is no cause; None if nothing was.
+        outer: the exception that was being handled when the client was called, at which the search ends; None if there
+            was none.
     """
-    return next((x for x in takewhile(lambda x: x is not outer, _error_chain(e)) if isinstance(x, CkpttoolError)), None)
+    return next(
+        (x for x in takewhile(lambda x: x is not outer, _iter_error_chain(e)) if isinstance(x, CkpttoolError)), None
+    )
 
 
-def _error_for(url: str, kind: type[RemoteError] | None, text: str, tries: int) -> RemoteError:
+def _make_request_error(url: str, kind: type[RemoteError] | None, text: str, tries: int) -> RemoteError:
     """Return the error to raise for a failed request.
 
     Args:
@@ -217,8 +221,8 @@ def classify_error(e: BaseException) -> tuple[type[RemoteError] | None, BaseExce
 
     fsspec wraps the errors of its clients, so the chain of causes is searched.
     """
-    for x in _error_chain(e):
-        code, status = _error_code(x), _http_status(x)
+    for x in _iter_error_chain(e):
+        code, status = _get_error_code(x), _get_http_status(x)
         if code in _BUSY or status in (408, 429) or ((status or 0) >= 500 and status != 501):
             return None, x
         if code in _CONFLICT or (status == 412 and code != "LeaseIdMissing"):
@@ -244,7 +248,7 @@ def classify_error(e: BaseException) -> tuple[type[RemoteError] | None, BaseExce
     return RemoteError, e
 
 
-def _error_chain(e: BaseException | None) -> Iterator[BaseException]:
+def _iter_error_chain(e: BaseException | None) -> Iterator[BaseException]:
     """Yield an exception and its causes, nearest first; nothing for None."""
     seen: set[int] = set()
     while e is not None and id(e) not in seen:
@@ -253,16 +257,16 @@ def _error_chain(e: BaseException | None) -> Iterator[BaseException]:
         e = e.__cause__ or (None if e.__suppress_context__ else e.__context__)
 
 
-def _error_code(e: BaseException) -> str | None:
-    """Return the error code ("NoSuchBucket") in the answer that an exception of botocore or azure-core holds; None
-    where there is none."""
+def _get_error_code(e: BaseException) -> str | None:
+    """Return the store's error code ("NoSuchBucket") from an exception of botocore or azure-core; None if it has
+    none."""
     response, code = getattr(e, "response", None), getattr(e, "error_code", None)
     if isinstance(response, dict):
         code = response.get("Error", {}).get("Code")
     return str(getattr(code, "value", code)) if code else None
 
 
-def _http_status(e: BaseException) -> int | None:
+def _get_http_status(e: BaseException) -> int | None:
     """Return the HTTP status in an exception of botocore, httpx, requests, aiohttp or gcsfs; None if there is none."""
     response = getattr(e, "response", None)
     if isinstance(response, dict):
@@ -272,7 +276,7 @@ def _http_status(e: BaseException) -> int | None:
     return found if isinstance(found, int) and 100 <= found < 600 else None
 
 
-def redacted_message(e: BaseException) -> str:
+def redact_message(e: BaseException) -> str:
     """Return the message of an error in one line of at most 300 characters, without anything that may be a
     credential."""
     response = getattr(e, "response", None)

@@ -50,10 +50,13 @@ class SharedObjects:
         self.cells: dict[str, Cells] = {}
 
     def cells_of(self, name: str) -> Cells:
-        """Return the cells of an object, the pieces that it is sent in; `name` is relative to the destination.
+        """Return the cells of an object, the pieces in which it is uploaded.
+
+        Args:
+            name: of the object, relative to the destination.
 
         Raises:
-            RemoteError: this machine does not take its URL for S3.
+            RemoteError: this machine does not recognise its URL as one of S3.
         """
         if name not in self.cells:
             url, upload = self.objects[name]
@@ -61,16 +64,16 @@ class SharedObjects:
         return self.cells[name]
 
     def open_range(self, name: str, pool: WriterPool, start: int) -> CellRange:
-        """Return a file that fills the object `name` from byte `start` on; `pool` plays no part."""
+        """Return a file that writes the object `name` from byte `start` on; `pool` is ignored."""
         return CellRange(self.cells_of(name), start)
 
     def record_part(self, number: int, result: Mapping[str, Any]) -> None:
-        """Do nothing: the store itself lists what it has. On a disk, the method of this name records that a part is
-        filled."""
+        """Do nothing, since the store itself lists the uploaded parts. (`SharedTree.record_part` records them on
+        disk.)"""
 
     def finish_sending(self) -> dict[str, Any]:
-        """Wait until all has arrived, and return {"cells": {file: {number of a cell: its ETag}}, "kept": how many of
-        these cells were in the store before}.
+        """Wait until all cells are uploaded, and return {"cells": {file: {cell number: its ETag}}, "kept": how many of
+        these cells an earlier run had uploaded already}.
 
         Raises:
             RemoteError: the store fails, or the coordinator has completed or aborted the upload.
@@ -83,7 +86,7 @@ class SharedObjects:
         }
 
     def close(self) -> None:
-        """Send no more cells, and wait for those that are on their way."""
+        """Cancel all cells that are not being uploaded yet, and wait for the others."""
         for cells in self.cells.values():
             cells.cancel()
         self.pool.close()
@@ -102,22 +105,22 @@ class Cells:
         self.at: S3Object = at
         self.upload, self.shared, self.size = upload, shared, shared.part_bytes
         self.there: dict[int, S3Answer] | None = None if shared.earlier else {}
-        self.number, self.have, self.body = -1, 0, self._new_body()
+        self.number, self.have, self.body = -1, 0, self._open_body_file()
         self.etags: dict[int, str] = {}
         self.kept: set[int] = set()
         self.pending: list[Future[None]] = []
 
-    def _new_body(self) -> IO[bytes]:
-        """Return an empty temporary file for the bytes of a cell, on disk or in memory."""
+    def _open_body_file(self) -> IO[bytes]:
+        """Return an empty temporary file, on disk or in memory, for the bytes of a cell."""
         return tempfile.TemporaryFile() if self.shared.on_disk else io.BytesIO()
 
     def append_at(self, offset: int, data: bytes | memoryview) -> None:
-        """Add bytes of the object at byte `offset` of it; calls come in ascending order. A cell is sent when it is
-        full.
+        """Add bytes of the object at byte `offset`; offsets must ascend from call to call. Each cell is uploaded when
+        it is full, and an incomplete cell is dropped when bytes of another one follow.
 
         Raises:
-            NoSpace: the local disk is full, on which cells wait to be sent.
-            RemoteError: an earlier cell could not be sent.
+            NoSpace: the local disk, on which cells wait to be uploaded, is full.
+            RemoteError: an earlier cell could not be uploaded.
         """
         view = memoryview(data).cast("B")
         while len(view):
@@ -131,7 +134,7 @@ class Cells:
             view, offset = view[n:], offset + n
 
     def start_cell(self, number: int) -> None:
-        """Begin to fill the cell with this number; the bytes of one that is not full are dropped."""
+        """Begin to fill the cell with this number; the bytes of an incomplete earlier cell are dropped."""
         self.number, self.have = number, 0
         self.body.seek(0)
         self.body.truncate()
@@ -151,18 +154,23 @@ class Cells:
             raise temp_space_error(e) from None
 
     def finish_cell(self) -> None:
-        """Send the cell that was started, in another thread; all its bytes must be there.
+        """Queue the started cell, all of whose bytes were written, for upload by another thread.
 
         Raises:
-            RemoteError: an earlier cell could not be sent.
+            RemoteError: an earlier cell could not be uploaded.
         """
         while self.pending and self.pending[0].done():
             self.pending.pop(0).result()
         self.pending.append(self.shared.pool.submit(self._send_cell, self.number, self.body))
-        self.number, self.have, self.body = -1, 0, self._new_body()
+        self.number, self.have, self.body = -1, 0, self._open_body_file()
 
     def _send_cell(self, number: int, body: IO[bytes]) -> None:
-        """Send the bytes of a cell, unless the store has it already with the same bytes, and note its ETag.
+        """Upload the bytes of a cell and record its ETag; if an earlier run uploaded the same bytes, only record the
+        ETag.
+
+        Args:
+            number: of the cell.
+            body: a file with its bytes, which is closed.
 
         Raises:
             RemoteError: the store fails, or the upload was completed or aborted.
@@ -171,7 +179,7 @@ class Cells:
             if self.there is None:
                 self.there = self.at.list_parts(self.upload)
             found = self.there.get(number + 1)
-            if found is not None and found["ETag"].strip('"') == _md5(body):
+            if found is not None and found["ETag"].strip('"') == _compute_md5(body):
                 self.etags[number] = found["ETag"]
                 self.kept.add(number)
             else:
@@ -192,8 +200,8 @@ class Cells:
         self.body.close()
 
 
-def _md5(body: IO[bytes]) -> str:
-    """Return the MD5 of a whole file in hex, which S3 uses as the ETag of a part."""
+def _compute_md5(body: IO[bytes]) -> str:
+    """Return the MD5 of a file's complete content in hex, which S3 uses as the ETag of a part."""
     body.seek(0)
     return hashlib.file_digest(body, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()  # type: ignore[arg-type]
 

@@ -24,7 +24,7 @@ from .destination_protocol import write_error
 from .local_file import WriterPool
 from .local_range import LocalRange
 
-__all__ = ["SharedTree", "is_coherent", "read_filled_parts"]
+__all__ = ["SharedTree", "has_coherent_page_cache", "read_filled_parts"]
 
 
 _KEYS = {"digests", "crcs", "seen", "fringes", "bytes", "node"}
@@ -42,10 +42,11 @@ class SharedTree:
         self.coherent = bool(shared["coherent"])
 
     def may_write(self) -> None:
-        """Check that the destination is still being filled, as it was when this worker's request was made.
+        """Check that the destination is still open for this worker: its journal is the same file, with the same size,
+        as when the worker's request was made.
 
         Raises:
-            CkpttoolError: it was committed, removed or restarted since.
+            CkpttoolError: the destination was committed, removed, restarted or completed since.
         """
         try:
             st = os.stat(os.path.join(self.folder, "journal"), follow_symlinks=False)
@@ -58,18 +59,25 @@ class SharedTree:
             )
 
     def open_range(self, name: str, pool: WriterPool, start: int) -> LocalRange:
-        """Open a file of the destination, to be written from byte `start` on by the threads of `pool`. On a network
-        file system its `fringes` collect the bytes that the coordinator has to write.
+        """Open a file of the destination for writing from byte `start` on.
+
+        On a network file system, the `fringes` of the returned range collect the bytes that the coordinator has to
+        write.
+
+        Args:
+            name: of the file, relative to the destination.
+            pool: the threads that write it.
+            start: offset of the first byte to write.
 
         Raises:
-            CkpttoolError: the destination is no longer being filled.
+            CkpttoolError: the destination is no longer open for this worker.
         """
         self.may_write()
         fringes = None if self.coherent else list[tuple[int, bytes]]()
         return LocalRange(os.path.join(self.folder, "tree", name), pool, start, self.may_write, fringes)
 
     def finish_sending(self) -> dict[str, Any]:
-        """Return {}: there is nothing to wait for on a disk."""
+        """Return {}, since nothing is uploaded."""
         return {}
 
     def close(self) -> None:
@@ -99,13 +107,13 @@ class SharedTree:
             raise write_error(e, path) from e
 
 
-def is_coherent(folder: str, mounts: str = "/proc/self/mountinfo") -> bool:
-    """Return whether processes on all machines that see a folder see the same page cache: True on a local disk, or
-    where that cannot be found out; False on NFS, SMB and FUSE.
+def has_coherent_page_cache(folder: str, mounts: str = "/proc/self/mountinfo") -> bool:
+    """Return whether processes on all machines that mount a folder share one page cache: False on NFS, SMB and FUSE;
+    True on other file systems, or if the kind is unknown.
 
     Args:
         folder: an existing one.
-        mounts: file with the mounted file systems, in the format of /proc/self/mountinfo.
+        mounts: file that lists the mounted file systems, in the format of /proc/self/mountinfo.
     """
     real, best = os.path.realpath(folder), ("", "")
     try:
@@ -121,8 +129,8 @@ def is_coherent(folder: str, mounts: str = "/proc/self/mountinfo") -> bool:
 
 
 def read_filled_parts(folder: str, plan: str) -> dict[int, dict[str, Any]]:
-    """Return {number of a part: what its worker recorded of it} for the parts that are filled; files that are of
-    another plan, or malformed, are passed over.
+    """Read {part number: the result that its worker recorded} for the complete parts of a plan; malformed files and
+    those of other plans are ignored.
 
     Args:
         folder: the partial folder, in which the destination is built.

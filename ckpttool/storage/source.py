@@ -40,8 +40,8 @@ __all__ = [
     "OverlaySource",
     "ReadAt",
     "Source",
-    "missing_resource",
-    "raise_file_limit",
+    "describe_missing_resource",
+    "raise_open_file_limit",
     "read_error",
 ]
 
@@ -55,8 +55,9 @@ Identity = tuple[int, int, int, int, int]
 ReadAt = Callable[[int, int], bytes]
 
 
-def raise_file_limit() -> None:
-    """Let this process open as many files as the system allows it (512 ranks read, 384 written)."""
+def raise_open_file_limit() -> None:
+    """Raise this process's limit of open files to the maximum that the system allows (a checkpoint of 512 ranks,
+    written to 384, needs that); does nothing where that is refused."""
     try:
         import resource
 
@@ -69,9 +70,9 @@ def raise_file_limit() -> None:
         pass  # not on this platform, or not allowed: the least recently used files are closed instead
 
 
-def missing_resource(e: OSError) -> str | None:
-    """Return which resource of the machine a failed system call lacked, and what sets its limit, as a clause for a
-    message; None for other failures."""
+def describe_missing_resource(e: OSError) -> str | None:
+    """Return a clause for a message that names the resource a failed system call lacked and what sets its limit; None
+    for other failures."""
     return {
         errno.EFBIG: "the file would be larger than this shell (`ulimit -f`) or the file system allows",
         errno.EMFILE: "this process has too many open files; allow more (`ulimit -n`)",
@@ -88,7 +89,7 @@ def read_error(e: OSError, path: str) -> CkpttoolError:
         e: what the system call raised.
         path: of the file, for the message.
     """
-    if (what := missing_resource(e)) is not None:
+    if (what := describe_missing_resource(e)) is not None:
         return NoSpace(f"{path} cannot be read: {what}. Fix that, then run the same command again.")
     if kind_of_failure(e) is NotPermitted:
         return NotPermitted(
@@ -142,12 +143,13 @@ class Source:
 
     @property
     def patched(self) -> PatchedSource | None:
-        """Return this source, if damaged files appear in it as they should be (`--salvage`); otherwise None."""
+        """Return this source if it shows damaged files as patched (`--salvage`); otherwise None."""
         return None
 
     @property
     def sibling_names(self) -> frozenset[str]:
-        """Return the files of the folder above that appear in this source as "../NAME" (`SiblingsSource`)."""
+        """Return the files of the parent folder that this source also has, as "../NAME" (`SiblingsSource`); the set
+        holds the NAMEs."""
         return frozenset()
 
     def list(self, folder: str = "") -> list[str]:
@@ -165,7 +167,7 @@ class Source:
                 known = self._folders[folder] = changed, sorted(os.listdir(path))
             return known[1][:]
         except (OSError, ValueError) as e:  # a name from a file may be no name at all
-            if isinstance(e, OSError) and missing_resource(e):
+            if isinstance(e, OSError) and describe_missing_resource(e):
                 raise read_error(e, path) from e
             if not folder:
                 kind = kind_of_failure(e, Corrupt) if isinstance(e, OSError) else Corrupt
@@ -186,25 +188,26 @@ class Source:
         return stat.S_ISDIR(st.st_mode), st.st_size if stat.S_ISREG(st.st_mode) else None
 
     def list_ahead(self) -> bool:
-        """Ask for all names below the source at once, where that takes fewer requests than one for each folder; return
-        whether `list` and `glance` send none from now on."""
+        """List all names below the source at once, if that takes fewer requests than a listing of each folder; return
+        whether `list` and `glance` need no further requests."""
         return not self.is_remote
 
     def modified(self, name: str) -> float | None:
-        """Return when a file that `list` gave was last written to, in seconds since 1970, or a folder changed; None
-        where the listing does not tell."""
+        """Return when a file or folder that `list` returned was last modified, in seconds since 1970; None if
+        unknown."""
         try:
             return os.stat(os.path.join(self.root, name)).st_mtime
         except (OSError, ValueError):
             return None
 
     def size(self, name: str) -> int:
-        """Return the bytes of a file; it is opened if it was not before.
+        """Return the size of a file in bytes; opens the file unless that was done before.
 
         Raises:
-            Unsafe: the file lies outside the folder, or is not a regular file.
+            Unsafe: the file is outside the folder, or is not a regular file.
             Corrupt: it is missing.
-            Unreadable, NotPermitted, NoSpace, SourceChanged: it cannot be opened, or is not the file of before.
+            Unreadable, NotPermitted, NoSpace, SourceChanged: it cannot be opened, or was replaced since it was first
+                opened.
             UsageError: the source was closed.
         """
         if name not in self._identity:
@@ -243,8 +246,8 @@ class Source:
 
     @contextmanager
     def borrow_fd(self, name: str, flags: int = 0) -> Iterator[int]:
-        """While the block runs, lend the descriptor of a file that no other thread closes; the number of a closed one
-        may soon belong to another file.
+        """Open a file and yield its descriptor, which no other thread closes while the block runs. (The number of a
+        closed descriptor may soon belong to another file.)
 
         Args:
             name: of the file.
@@ -306,7 +309,7 @@ class Source:
                 raise
             raise read_error(e, path) from e
         try:
-            self._check_opened(name, path, fd)
+            self._check_opened_file(name, path, fd)
         except BaseException:
             os.close(fd)
             raise
@@ -315,17 +318,17 @@ class Source:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         return fd
 
-    def _check_opened(self, name: str, path: str, fd: int) -> None:
-        """Check what was opened under a name, by its descriptor.
+    def _check_opened_file(self, name: str, path: str, fd: int) -> None:
+        """Check, by its descriptor, that an opened file is a regular file inside the folder and the same as before.
 
         Args:
             name: of the file.
             path: of the file, for messages.
-            fd: the descriptor.
+            fd: its descriptor.
 
         Raises:
-            Unsafe: it is no regular file inside the folder.
-            SourceChanged: it is not the file of before, or not the one that `expect` asks for.
+            Unsafe: it is not a regular file inside the folder.
+            SourceChanged: it was replaced since it was first opened, or is not the file that `expect` requires.
         """
         st = os.fstat(fd)
         if not stat.S_ISREG(st.st_mode):
@@ -343,14 +346,15 @@ class Source:
         self._check_expected(name)
 
     def expect(self, identities: Mapping[str, Identity]) -> None:
-        """Refuse from now on to read files that differ from those which another process had that read the index: in
-        size, or in the time of their last change. Device and inode of one file may differ between machines.
+        """Require that files are the same as those that another process opened, the one that read the index: from now
+        on, reading a file of another size or modification time is refused. (Device and inode of one file may differ
+        between machines. Of objects in a store, the version is compared.)
 
         Args:
-            identities: {name: what `identities` of that process's source says}; other files are not checked.
+            identities: {name: identity} as `identities` of that process's source returns; other files are not checked.
 
         Raises:
-            SourceChanged: a file that was opened before is another one.
+            SourceChanged: a file that was opened before differs.
         """
         self._expected = identities
         for name in self._identity:
@@ -392,8 +396,8 @@ class Source:
 
         Raises:
             Unreadable, NotPermitted: they cannot be read.
-            SourceChanged: the file ends before.
-            NoSpace: the machine is short of something.
+            SourceChanged: the file became shorter, or was replaced.
+            NoSpace: the machine lacks a resource, such as free file descriptors.
         """
         got = 0
         while got < len(into):
@@ -407,12 +411,16 @@ class Source:
             got += n
 
     def reader_of(self, name: str) -> FileBytes:
-        """Return a function of (offset, length) that returns these bytes of one file."""
+        """Return a callable of (offset, length) that reads bytes of the file `name`."""
         return FileBytes(self, name)
 
     def below(self, folder: str) -> Source:
-        """Return a source for one of the folders, whose names are relative to that folder; its files stay files of this
-        source, which closes them; "" is the source's own folder."""
+        """Return a source for one of the folders, with file names relative to that folder; closing it does nothing,
+        since the files belong to this source.
+
+        Args:
+            folder: relative to this source; "" for its own folder.
+        """
         return FolderOfSource(self, folder)
 
     def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
@@ -420,25 +428,28 @@ class Source:
         it."""
 
     def framed(self, name: str) -> FramedFile:
-        """Return the items of an object whose places are assumed; asked only of a source that `proves_later`."""
+        """Return the items of an object whose offsets are assumed (frames.py); only for a source that
+        `proves_later`."""
         raise NotImplementedError
 
     def count_unproved(self) -> tuple[int, int]:
-        """Return (items whose places are assumed and that nobody has looked into, all whose places were assumed)."""
+        """Return (number of items whose assumed offsets are not proved yet, number of all items with assumed offsets);
+        (0, 0) for local files."""
         return 0, 0
 
     def prove_later(self, on: bool) -> None:
-        """Set whether readers may assume where items are, which only a store's source allows."""
+        """Set whether layouts may assume the offsets of items instead of reading each header first; does nothing except
+        in a store's source."""
 
     def prove_all(self) -> None:
-        """Look into all items whose places are assumed (frames.py); there are none on this machine."""
+        """Prove the assumed offsets of all items (frames.py); does nothing for local files, which have none."""
 
     def prefetch_ends(self, names: Iterable[str]) -> None:
         """Announce that the first and last bytes of some files will soon be read: headers, directories, small
         pickles."""
-        self.prefetch(end for name in names for end in self._end_ranges(name))
+        self.prefetch(end for name in names for end in self._iter_end_ranges(name))
 
-    def _end_ranges(self, name: str) -> Iterator[tuple[str, int, int]]:
+    def _iter_end_ranges(self, name: str) -> Iterator[tuple[str, int, int]]:
         """Yield the ranges (name, offset, length) of the first and last 64 KiB of a file."""
         size = self.size(name)
         yield name, 0, min(size, _END)
@@ -446,10 +457,14 @@ class Source:
             yield name, max(_END, size - _END), min(size - _END, _END)
 
     def read_all(self, name: str, most: int) -> bytes:
-        """Return the bytes of a whole small file.
+        """Return all bytes of a small file.
+
+        Args:
+            name: of the file.
+            most: the largest size that such a file may have, in bytes.
 
         Raises:
-            Corrupt: it has more than `most` bytes, or is missing.
+            Corrupt: it is larger, or missing.
         """
         n = self.size(name)
         if n > most:
@@ -463,15 +478,15 @@ class Source:
         return dict(self._identity)
 
     def has_versions(self) -> bool:
-        """Return whether `identities` show it when a file is replaced by another one of the same size: always on this
-        machine."""
+        """Return whether `identities` change when a file is replaced by another one of the same size: always for local
+        files."""
         return True
 
     def assert_unchanged(self) -> None:
-        """Prove that no file was written to since it was opened.
+        """Check that no opened file was modified, replaced or removed since it was first opened.
 
         Raises:
-            SourceChanged: one was, or is gone; with its path.
+            SourceChanged: one was; the message names it.
         """
         for name, then in self._identity.items():
             path = os.path.join(self.root, name)
@@ -484,8 +499,8 @@ class Source:
                 raise SourceChanged(f"{path} changed while it was read. Wait until the trainer has finished writing.")
 
     def close(self) -> None:
-        """Close every descriptor; one that another thread reads from is closed when that has its bytes. Nothing can be
-        read any more."""
+        """Close all descriptors, and refuse all further reads; a descriptor that another thread reads from is closed
+        after that read."""
         with self._lock:
             self._closed = True
             self._close_idle()
@@ -574,7 +589,7 @@ class OverlaySource(Source):
         return source.list(own)
 
     def exists(self, name: str) -> bool:
-        """Return whether the source that would have the file has it."""
+        """Return whether a file exists in the source that `locate` finds for it."""
         source, own = self.locate(name)
         return source.exists(own)
 
@@ -584,12 +599,12 @@ class OverlaySource(Source):
         return source.glance(own)
 
     def modified(self, name: str) -> float | None:
-        """Return when a file was last written to, in seconds since 1970, by the source that has it."""
+        """Return when a file was last modified, in seconds since 1970, from the source that has it; None if unknown."""
         source, own = self.locate(name)
         return source.modified(own)
 
     def size(self, name: str) -> int:
-        """Return the bytes of a file, in the source that has it."""
+        """Return the size of a file in bytes, from the source that has it."""
         source, own = self.locate(name)
         return source.size(own)
 
@@ -600,8 +615,7 @@ class OverlaySource(Source):
 
     @contextmanager
     def borrow_fd(self, name: str, flags: int = 0) -> Iterator[int]:
-        """While the block runs, lend the descriptor of a file from the source that has it, where that is on this
-        machine."""
+        """Open a file in the source that has it, which must be local, and yield its descriptor while the block runs."""
         source, own = self.locate(name)
         with source.borrow_fd(own, flags) as fd:
             yield fd
@@ -622,12 +636,12 @@ class OverlaySource(Source):
             source.prefetch((own, offset, length) for of, own, offset, length in rows if of is source)
 
     def count_unproved(self) -> tuple[int, int]:
-        """Return the sums of what the sources count."""
+        """Return (number of unproved items, number of items with assumed offsets), each the total over all sources."""
         counts = [source.count_unproved() for source in self.sources]
         return sum(n for n, _ in counts), sum(n for _, n in counts)
 
     def prove_all(self) -> None:
-        """Look into all items of all sources whose places are assumed."""
+        """Prove the assumed offsets of all items in all sources."""
         for source in self.sources:
             source.prove_all()
 
@@ -640,7 +654,11 @@ class OverlaySource(Source):
         }
 
     def expect(self, identities: Mapping[str, Identity]) -> None:
-        """Pass each identity ({name: identity}) on to the source that has the file, under its name there."""
+        """Call `expect` of each source with the identities of its files, under their names there.
+
+        Args:
+            identities: {name in this source: identity}.
+        """
         expected: dict[int, dict[str, Identity]] = {id(source): {} for source in self.sources}
         for name, identity in identities.items():
             source, own = self.locate(name)
@@ -649,11 +667,12 @@ class OverlaySource(Source):
             source.expect(expected[id(source)])
 
     def has_versions(self) -> bool:
-        """Return whether all sources show it when a file is replaced by another one of the same size."""
+        """Return whether the identities of all sources change when a file is replaced by another one of the same
+        size."""
         return all(source.has_versions() for source in self.sources)
 
     def assert_unchanged(self) -> None:
-        """Prove for all sources that no file was written to since it was opened.
+        """Check for all sources that no opened file was modified, replaced or removed since it was first opened.
 
         Raises:
             SourceChanged: one was.
@@ -686,16 +705,16 @@ class FolderOfSource(OverlaySource):
         return self.root if self.local else None
 
     def locate(self, name: str) -> tuple[Source, str]:
-        """Return (the source above, the file's name there); for "" the folder itself."""
+        """Return (the source above, name of the file in it); for "" the name is that of this folder."""
         return self.inner, f"{self._folder}/{name}" if name and self._folder else name or self._folder
 
     def prove_later(self, on: bool) -> None:
-        """Set it for the source above."""
+        """Set whether layouts may assume the offsets of items, in the source above."""
         self.inner.prove_later(on)
 
     @property
     def proves_later(self) -> bool:  # type: ignore[override]
-        """Return whether the source above may assume where items are."""
+        """Return whether layouts may assume the offsets of items, by the source above."""
         return self.inner.proves_later
 
     def framed(self, name: str) -> FramedFile:

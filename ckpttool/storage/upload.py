@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import CkpttoolError, NoSpace, RemoteError, Unsupported
 from .azure import AzureObject
-from .objects import NO_LOCK, S3Answer, S3Object, conditional_object, exists_error, required_value
+from .objects import NO_LOCK, S3Answer, S3Object, conditional_object, exists_error, get_required_value
 from .remote import filesystem_for
 from .retries import ConditionFailed, Denied, NotFound, with_retries
 from .urls import redact_url
@@ -146,17 +146,17 @@ class ObjectUpload:
 
     @property
     def part_bytes(self) -> int:
-        """Return the bytes of a part; 0 if the store has no parts."""
+        """Return the size of a part in bytes; 0 if the store has no multipart uploads."""
         return self._to.size if isinstance(self._to, PartsUpload) else 0
 
     @property
     def has_earlier_parts(self) -> bool:
-        """Return whether an earlier run left parts that `share` continues from."""
+        """Return whether an earlier run left uploaded parts that `share` resumes from."""
         return len(self._left) == 1 and self._at.has_parts(self._left[0][1])
 
     def share(self) -> SharedUpload:
-        """Begin the upload, or go on with that of an earlier run, and return what other processes need to send its
-        parts. Only where it is `sharable`, and before anything was appended.
+        """Begin the upload, or resume that of an earlier run, and return the upload whose id other processes need to
+        send its parts. Requires `sharable`, and that nothing was appended.
 
         Raises:
             RemoteError: the store fails.
@@ -168,10 +168,10 @@ class ObjectUpload:
         return self._to
 
     def append(self, data: bytes | memoryview) -> None:
-        """Append bytes; `data` may be reused afterwards.
+        """Append bytes to the object; the buffer `data` may be reused afterwards.
 
         Raises:
-            NoSpace: the local disk is full, on which parts wait.
+            NoSpace: the local disk, on which parts wait to be sent, is full.
             RemoteError: the store fails.
         """
         self._remove_leftover_parts()
@@ -203,7 +203,7 @@ class ObjectUpload:
 
 
 def upload_lost_error(url: str) -> RemoteError:
-    """Return the error for an upload that the store does not know any more; it is not raised."""
+    """Return, without raising it, the error for an upload that the store no longer knows."""
     return RemoteError(
         f"{url}: its parts are gone; another run began to write the same object. Nothing was replaced; run the command "
         "again when it has ended.",
@@ -212,7 +212,8 @@ def upload_lost_error(url: str) -> RemoteError:
 
 
 def temp_space_error(e: OSError) -> NoSpace:
-    """Return the error for parts that cannot wait on the local disk; `e` is what the write raised."""
+    """Return, without raising it, the error for parts that could not be written to the local disk; `e` is what the
+    write raised."""
     import tempfile
 
     return NoSpace(
@@ -223,8 +224,13 @@ def temp_space_error(e: OSError) -> NoSpace:
 
 
 def choose_part_bytes(expect_bytes: int, usual: int) -> int:
-    """Return the bytes of a part: `usual`, or more (whole MiB) so that 10,000 parts hold an object of
-    `expect_bytes`."""
+    """Return the size of a part in bytes: `usual`, or the next larger number of MiB with which 10,000 parts hold the
+    object.
+
+    Args:
+        expect_bytes: expected size of the object.
+        usual: the smallest size to return.
+    """
     need = -(-expect_bytes // SIZES.parts)
     return usual if need <= usual else -(-need // (1 << 20)) << 20
 
@@ -252,7 +258,7 @@ class PartsUpload:
         if lock:
             self._start_multipart(lock)
         self.locked = bool(lock)
-        self.part, self.number, self.nbytes = self._new_part(), 0, 0
+        self.part, self.number, self.nbytes = self._open_part_file(), 0, 0
         self.done: dict[int, S3Answer] = {}
         self.pending: list[Future[None]] = []
 
@@ -261,8 +267,8 @@ class PartsUpload:
         """Return whether other processes can send its parts."""
         return not self.locked
 
-    def _new_part(self) -> IO[bytes]:
-        """Return an empty temporary file for the bytes of the next part, on disk or in memory."""
+    def _open_part_file(self) -> IO[bytes]:
+        """Return an empty temporary file, on disk or in memory, for the bytes of the next part."""
         import tempfile
 
         return tempfile.TemporaryFile() if self.on_disk else io.BytesIO()
@@ -284,14 +290,14 @@ class PartsUpload:
             lock.clear()
             self._start_multipart(lock)
             return
-        self.id = str(required_value(answer, "UploadId", self.at.url))
+        self.id = str(get_required_value(answer, "UploadId", self.at.url))
 
     def append(self, data: bytes | memoryview) -> None:
-        """Append bytes; a part is sent when it is full.
+        """Append bytes to the object; each part is sent when it is full.
 
         Raises:
-            NoSpace: the local disk is full, on which parts wait.
-            RemoteError: an earlier part could not be sent, or there are too many.
+            NoSpace: the local disk, on which parts wait to be sent, is full.
+            RemoteError: an earlier part could not be sent, or there are too many parts.
         """
         view = memoryview(data).cast("B")
         self.nbytes += len(view)
@@ -321,16 +327,22 @@ class PartsUpload:
             self.pending.pop(0).result()
         self.number += 1
         self.pending.append(self.pool.submit(self._send_part, self.number, self.part))
-        self.part = self._new_part()
+        self.part = self._open_part_file()
 
     def _send_part(self, number: int, body: IO[bytes]) -> None:
-        """Send a part, the whole file `body`, in a thread of the pool; `number` counts from 1."""
+        """Upload a part and record the store's description of it; runs in a thread of the pool.
+
+        Args:
+            number: of the part, from 1 on.
+            body: a file with its bytes, which is closed.
+        """
         assert self.id is not None
         self.done[number] = self.at.put_part(self.id, number, body)
         body.close()
 
     def flush(self) -> None:
-        """Send what waits, and wait until it has arrived; only the request that makes the object visible is left.
+        """Upload all parts that are not sent yet, and wait for them; only the request that makes the object visible
+        remains. A small object that is not in parts is sent with that request.
 
         Raises:
             RemoteError: a part could not be sent.
@@ -362,10 +374,11 @@ class PartsUpload:
             raise upload_lost_error(self.at.url) from None
 
     def _complete(self) -> None:
-        """Send the request that makes the object visible, and check what the store made.
+        """Send the request that makes the object visible, and check the size of a multipart object.
 
         Raises:
-            ConditionFailed, NotFound: it was created meanwhile, or another run has ended the upload.
+            ConditionFailed, NotFound: the object was created meanwhile, or another run has completed or aborted the
+                upload.
             RemoteError: the store fails, or has lost parts.
         """
         only_new: dict[str, Any] = {} if self.force else {"IfNoneMatch": "*"}
@@ -377,14 +390,13 @@ class PartsUpload:
         self.at.request(
             "complete_multipart_upload", Key=self.at.key, UploadId=self.id, MultipartUpload=parts, **only_new
         )
-        self._assert_whole()
+        self._check_complete_size()
 
-    def _assert_whole(self) -> None:
-        """Check that the object which the store made of the parts has all the bytes that were sent; nothing is checked
-        where reading it is not allowed.
+    def _check_complete_size(self) -> None:
+        """Check that the store's object has as many bytes as were sent; without permission to read, check nothing.
 
         Raises:
-            RemoteError: it has lost some, and the object is removed; or it made none.
+            RemoteError: it has not, and was removed if it is ours; or there is no object.
         """
         try:
             found = self.at.head()
@@ -409,7 +421,7 @@ class PartsUpload:
         return bool(self.mark.items() <= found.get("Metadata", {}).items())
 
     def abort(self) -> None:
-        """Cancel what waits, and remove the parts that were sent.
+        """Cancel the queued parts, wait for those being sent, and abort the upload, which removes its parts.
 
         Raises:
             RemoteError: the store fails.
@@ -449,12 +461,12 @@ class SharedUpload(PartsUpload):
         return self.id
 
     def find_wrong_parts(self, sent: Mapping[int, str], nbytes: int) -> list[int]:
-        """Compare what was sent with what the store lists, which is what will be completed, and return the numbers of
-        the parts that are missing or differ.
+        """Compare the parts that were sent with those that the store lists, and return the numbers of the parts that
+        are missing or differ in size or ETag. The others are recorded for `commit`.
 
         Args:
-            sent: {number of a part, from 1 on: its ETag}.
-            nbytes: size of the whole object in bytes.
+            sent: {part number, from 1 on: its ETag}.
+            nbytes: size of the complete object in bytes.
 
         Raises:
             RemoteError: the store fails, or another run aborted or completed the upload.
@@ -475,12 +487,16 @@ class SharedUpload(PartsUpload):
         return wrong
 
     def flush(self) -> None:
-        """Close the empty part: others have sent everything."""
+        """Close the unused part buffer; other processes have sent all parts."""
         self.part.close()
 
     def _is_ours(self, found: Mapping[str, Any]) -> bool:
-        """Return whether an object was made of the parts of this upload, by the ETag that S3 gives such an object: an
-        earlier run may have begun it, so its mark need not be ours. `found` is its metadata (`S3Object.head`)."""
+        """Return whether an object was made of the parts of this upload: by the ETag that S3 computes for such an
+        object, since an earlier run may have begun the upload with another mark; otherwise by the mark.
+
+        Args:
+            found: what `S3Object.head` returned.
+        """
         try:
             parts = b"".join(bytes.fromhex(self.done[k]["ETag"].strip('"')) for k in sorted(self.done))
         except ValueError:
@@ -504,7 +520,12 @@ class BlocksUpload(PartsUpload):
         self.mark = {"ckpttool_upload": self.id}  # names of metadata are identifiers there
 
     def _send_part(self, number: int, body: IO[bytes]) -> None:
-        """Send a block, the whole file `body`, in a thread of the pool; `number` counts from 1. No block is empty."""
+        """Upload a part as a block, unless it is empty, and record the block's id; runs in a thread of the pool.
+
+        Args:
+            number: of the part, from 1 on.
+            body: a file with its bytes, which is closed.
+        """
         body.seek(0)
         if data := body.read():
             block = f"{self.mark['ckpttool_upload'][:27]}{number:05}"  # as long as adlfs's, which may wait there
@@ -521,10 +542,10 @@ class BlocksUpload(PartsUpload):
             if "InvalidBlockList" in str(e):  # another run completed the blob, which drops our blocks
                 raise NotFound(str(e)) from None
             raise
-        self._assert_whole()
+        self._check_complete_size()
 
     def abort(self) -> None:
-        """Cancel what waits; nothing removes blocks, which only Azure does."""
+        """Cancel the queued blocks, and wait for those being sent. Uploaded blocks remain until Azure removes them."""
         self.id = None
         super().abort()
 
@@ -575,7 +596,7 @@ class FileUpload:
         with_retries(self.url, write, writes=True)
 
     def flush(self) -> None:
-        """Send what is buffered; the object is not visible yet.
+        """Close fsspec's file, which sends what is buffered; the object is not visible yet.
 
         Raises:
             RemoteError: the store fails.

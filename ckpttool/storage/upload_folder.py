@@ -12,7 +12,7 @@ from ..errors import CkpttoolError, Corrupt, DestinationExists, Unsafe, Unsuppor
 from . import upload
 from .azure import AzureObject, is_azure
 from .listings import list_tree
-from .objects import conditional_object, get_with_token, hide_object, put_if_unchanged, s3_object
+from .objects import conditional_object, delete_remote_object, get_with_token, put_if_unchanged, s3_object
 from .remote import filesystem_for
 from .retries import NotFound, with_retries
 from .upload import BlocksUpload, FileUpload, PartsUpload, SharedUpload, UploadPool, choose_part_bytes
@@ -63,11 +63,11 @@ class UploadFolder:
         self.showing = False  # whether some of it may be visible
 
     def _inspect_target(self) -> tuple[list[str], str | None]:
-        """Return (names of the objects that are there and will be replaced, token of the note that an interrupted run
-        left or None).
+        """Find out what exists below the URL: (names of the existing objects, which will be replaced; token of the note
+        that an interrupted run left, for `put_if_unchanged`, or None without a note).
 
         Raises:
-            DestinationExists: there are others than those of an interrupted run, without `force`.
+            DestinationExists: objects exist that no interrupted run left, without `force`.
             RemoteError: the store fails.
         """
         found, token, ours = self._list_objects(), None, set[str]()
@@ -106,30 +106,30 @@ class UploadFolder:
         """Return whether other processes can send the parts of its objects: in S3."""
         return self._far is not None
 
-    def _earlier_uploads(self) -> dict[str, tuple[str, str]]:
-        """Return {name: (key, id of the upload)} for objects of this run of which an earlier run left exactly one
-        unfinished upload."""
+    def _find_earlier_uploads(self) -> dict[str, tuple[str, str]]:
+        """Return {name: (key, upload id)} of this folder's objects for which an earlier run left exactly one unfinished
+        upload."""
         many = Counter(name for name, _, _ in self._left)
         return {name: (key, upload) for name, key, upload in self._left if name in self.names and many[name] == 1}
 
     @property
     def has_earlier_parts(self) -> bool:
-        """Return whether an earlier run left parts that `share` continues from."""
+        """Return whether an earlier run left uploaded parts that `share` resumes from."""
         return self._far is not None and any(
-            self._far.has_parts(upload, key) for key, upload in self._earlier_uploads().values()
+            self._far.has_parts(upload, key) for key, upload in self._find_earlier_uploads().values()
         )
 
     def share(self, names: Iterable[str]) -> None:
-        """Begin the uploads of these objects, or go on with those of an earlier run, so that other processes can send
-        their parts; `shared` then has them by name.
+        """Begin the uploads of objects, or resume those of an earlier run, so that other processes can send their
+        parts; `shared` is then {name: upload}.
 
         Args:
-            names: relative to the URL.
+            names: of the objects, relative to the URL.
 
         Raises:
             RemoteError: the store fails.
         """
-        own, wanted = self._earlier_uploads(), list(names)
+        own, wanted = self._find_earlier_uploads(), list(names)
         self._remove_leftover_parts(keep={own[name][1] for name in wanted if name in own})
 
         def begin(name: str) -> SharedUpload:
@@ -146,17 +146,25 @@ class UploadFolder:
         self._uploads |= self.shared
 
     def _remove_leftover_parts(self, keep: Set[str] = frozenset()) -> None:
-        """Remove the parts that an earlier run left, except those of uploads whose ids are in `keep`; what the store
-        refuses to remove stays."""
+        """Abort the uploads that an earlier run left, which removes their parts; those that the store refuses to abort
+        remain.
+
+        Args:
+            keep: ids of uploads that are not aborted.
+        """
         if self._far is not None and self._left:
             self._far.abort_uploads((key, upload) for _, key, upload in self._left if upload not in keep)
         self._left = []
 
     def append(self, name: str, data: bytes | memoryview) -> None:
-        """Append bytes to one of the objects, by its name relative to the URL.
+        """Append bytes to one of the objects, which the first call begins.
+
+        Args:
+            name: of the object, relative to the URL.
+            data: the bytes.
 
         Raises:
-            NoSpace: the local disk is full, on which parts wait.
+            NoSpace: the local disk, on which parts wait to be sent, is full.
             RemoteError: the store fails.
         """
         self._remove_leftover_parts()
@@ -165,7 +173,11 @@ class UploadFolder:
         self._uploads[name].append(data)
 
     def _start_upload(self, name: str) -> PartsUpload | FileUpload:
-        """Return the upload of a new object, by its name relative to the URL."""
+        """Return a new upload for an object.
+
+        Args:
+            name: of the object, relative to the URL.
+        """
         at = conditional_object(f"{self.url}/{name}")
         if at is None:
             return FileUpload(f"{self.url}/{name}", force=True, block_bytes=self.part_bytes)
@@ -174,7 +186,7 @@ class UploadFolder:
         return PartsUpload(at, force=True, part_bytes=self.part_bytes, pool=self._pool, on_disk=self.on_disk)
 
     def flush(self, name: str) -> None:
-        """Send what waits of an object whose last byte was appended.
+        """Send everything that was appended to a complete object.
 
         Raises:
             RemoteError: the store fails.
@@ -185,8 +197,9 @@ class UploadFolder:
         """Make all objects visible, the marker of the checkpoint last.
 
         Raises:
-            DestinationExists: another run has written there meanwhile.
-            RemoteError: the store failed; the same command begins anew, and replaces what is there by then.
+            DestinationExists: another run has written below the URL meanwhile.
+            RemoteError: the store failed; the same command starts over and replaces the objects that are visible by
+                then.
         """
         for one in self._uploads.values():
             one.flush()
@@ -195,7 +208,7 @@ class UploadFolder:
         marker = self.names[-1]
         for name in self._old:
             if name == marker or (name not in self._uploads and name != UNFINISHED):
-                hide_object(f"{self.url}/{name}")
+                delete_remote_object(f"{self.url}/{name}")
         for name, one in self._uploads.items():
             one.force = name in self._old and name != marker
         from concurrent.futures import ThreadPoolExecutor
@@ -204,17 +217,17 @@ class UploadFolder:
             for _ in pool.map(lambda name: self._uploads[name].commit(), [n for n in self._uploads if n != marker]):
                 pass
         if get_with_token(self._note)[0] != self._mine:
-            raise self._other_run_error()
+            raise self._make_other_run_error()
         self._uploads[marker].commit()
-        hide_object(self._note)
+        delete_remote_object(self._note)
         self._pool.close()
 
     def _write_note(self) -> None:
-        """Write the object that lists the names and this run: from here on the folder belongs to this run, and is not a
-        checkpoint.
+        """Write the note, an object that identifies this run and lists its objects: from then on this run owns the
+        folder, and the folder is no checkpoint.
 
         Raises:
-            DestinationExists: another run has written there meanwhile.
+            DestinationExists: another run has written below the URL meanwhile.
             RemoteError: the store fails.
         """
         mark = {"tool": "ckpttool", "run": uuid.uuid4().hex, "names": sorted(self._uploads)}
@@ -224,14 +237,14 @@ class UploadFolder:
                 not put_if_unchanged(self._note, self._mine, self._token)
                 and get_with_token(self._note)[0] != self._mine
             ):
-                raise self._other_run_error()
+                raise self._make_other_run_error()
         except Unsupported:
             note = self._start_upload(UNFINISHED)
             note.append(self._mine)
             note.commit()
         new = sorted(set(self._list_objects()) - {*self._old, UNFINISHED})
         if new and not self.force:
-            hide_object(self._note)
+            delete_remote_object(self._note)
             raise DestinationExists(
                 f"{redact_url(self.url)}: {new[0]!r} appeared there during the upload; nothing was replaced. Choose "
                 f"another destination, or {argument('force', True)} to replace what is there.",
@@ -239,8 +252,8 @@ class UploadFolder:
             )
         self._old += new
 
-    def _other_run_error(self) -> DestinationExists:
-        """Return the error for another run that is committing to the same folder; it is not raised."""
+    def _make_other_run_error(self) -> DestinationExists:
+        """Return, without raising it, the error for another run that is committing to the same folder."""
         return DestinationExists(
             f"{redact_url(self.url)}: another run is making its files visible there. Wait for it and look at what it "
             "wrote; if it has stopped, run the same command again.",

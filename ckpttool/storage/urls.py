@@ -10,13 +10,13 @@ from ..errors import Unsafe, UsageError
 
 __all__ = [
     "UNFINISHED",
-    "check_inside",
+    "check_object_name",
     "display_path",
+    "get_scheme",
     "is_url",
     "lower_scheme",
     "redact_url",
     "refuse_azure_query",
-    "scheme_of",
     "split_url",
 ]
 
@@ -41,8 +41,8 @@ def lower_scheme(url: str) -> str:
 
 
 def redact_url(url: str) -> str:
-    """Return a URL without user and password and, of a web server and of Azure, without query and, of the former,
-    without fragment: these may be credentials. What stands before @ in a URL of Azure is a container."""
+    """Return a URL without parts that may be credentials: user and password; the query of a web server's or Azure's
+    URL; the fragment of a web server's. In a URL of Azure, a name before @ is a container and is kept."""
     if _AZURE.match(url):
         return re.sub(r"(://)[^/@\s]*:[^/@\s]*@", r"\1", url).split("?")[0]
     url = re.sub(r"(://)[^/@\s]*@", r"\1", url)
@@ -68,7 +68,8 @@ def display_path(path: str | os.PathLike[str]) -> str:
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Return (URL of the folder, name of the object in it); the query of a web URL stays with the folder."""
+    """Split a URL: (URL of the folder, name of the object in it). The query of a web URL stays with the folder, and its
+    name is unquoted."""
     query = ""
     if url.lower().startswith("http"):
         url, mark, query = url.partition("?")
@@ -77,21 +78,22 @@ def split_url(url: str) -> tuple[str, str]:
     return folder + query, unquote(name) if url.lower().startswith("http") else name
 
 
-def scheme_of(url: str) -> str | None:
+def get_scheme(url: str) -> str | None:
     """Return the scheme of a URL in lower case; None for a path."""
     found = _URL.match(url)
     return found[1].lower() if found else None
 
 
-def check_inside(name: str, root: str) -> str:
-    """Return `name` itself if it names an object below a URL; it may come from a checkpoint, a listing or the Hub.
+def check_object_name(name: str, root: str) -> str:
+    """Check that a name, which may come from a checkpoint, a listing or the Hub, names an object below a URL, and
+    return it unchanged.
 
     Args:
         name: relative to the URL.
         root: the URL, for messages.
 
     Raises:
-        Unsafe: it leads elsewhere, or no store has such a name.
+        Unsafe: it leads out of the URL, or no store has such a name.
     """
     parts = name.split("/")
     if any(p in ("", ".", "..") for p in parts) or "\0" in name or "\\" in name or "?versionId=" in name:

@@ -8,12 +8,16 @@ from pathlib import Path
 
 from ..errors import UsageError, kind_of_failure, note_change
 
-__all__ = ["write_whole"]
+__all__ = ["write_text_file"]
 
 
-def write_whole(path: Path, text: str, make: bool = True) -> Path:
-    """Write a file beside its place and rename it; return its path. `make` tells whether to make its folder if that is
-    missing.
+def write_text_file(path: Path, text: str, make: bool = True) -> Path:
+    """Write a text file atomically, under a temporary name and then renamed, and return its path.
+
+    Args:
+        path: of the file.
+        text: its content.
+        make: create its folder if that is missing.
 
     Raises:
         UsageError: it cannot be written there. NoSpace: the disk is full.

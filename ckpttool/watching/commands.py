@@ -33,19 +33,20 @@ def split_command(option: str, command: str | None) -> list[str] | None:
 
 
 def run_command(words: list[str], event: Event, state: str) -> Event:
-    """Run a command for an event, with what it prints on stderr, and wait for it.
+    """Run a command for an event and wait for it. Its output goes to stderr; $CKPTTOOL_EVENT holds the event as JSON.
 
     Args:
-        words: of the command, with {path}, {name}, {step}, {digest} and {state} to be replaced in each.
+        words: words of the command; {path}, {name}, {step}, {digest} and {state} are replaced in each.
+        event: the event of the journal.
         state: the folder of the journal.
 
     Returns:
-        {"command": its words, "status": its exit status; 127 where it cannot be started}.
+        {"command": words that were run, "status": exit status; 127 if it cannot be started, then with "why"}.
     """
     digest = event.get("digest", {}).get("all", "")
     step = "" if event["step"] is None else str(event["step"])
     values = {"path": event["path"], "name": event["name"], "step": step, "digest": digest, "state": state}
-    filled = [_fill(word, values) for word in words]
+    filled = [_fill_placeholders(word, values) for word in words]
     environment = {**os.environ, "CKPTTOOL_EVENT": json.dumps(event)}
     try:
         sys.stderr.flush()
@@ -55,8 +56,9 @@ def run_command(words: list[str], event: Event, state: str) -> Event:
     return {"command": filled, "status": done.returncode}
 
 
-def _fill(word: str, values: Mapping[str, str]) -> str:
-    """Replace "{path}" and the other names in braces in a word; what is put in is not looked at again."""
+def _fill_placeholders(word: str, values: Mapping[str, str]) -> str:
+    """Replace "{name}" in a word by the value of each name in `values`. Braces inside an inserted value are not
+    replaced."""
     out, rest = "", word
     while rest:
         name = next((n for n in values if rest.startswith("{" + n + "}")), None)

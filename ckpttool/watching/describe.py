@@ -20,7 +20,7 @@ _WORDS = {
 
 
 def describe_event(event: Event) -> list[str]:
-    """Return the lines that say an event to people."""
+    """Return the lines of text that describe an event of the journal; empty for "begun"."""
     from ..engine.inspect import human
 
     kind = event["event"]

@@ -11,25 +11,25 @@ from dataclasses import dataclass, fields, replace
 
 from ..engine.copy.tensor_digests import reporting
 from ..engine.copy.value_digests import state_roots
-from ..engine.discover.unread_files import kind_of
+from ..engine.discover.unread_files import classify_state_file
 from ..engine.doctor.checks import Examined, Request, run_checks
-from ..engine.doctor.checks_files import LOST, MISSING, UNREADABLE, explain_refusal
+from ..engine.doctor.checks_files import LOST, MISSING, UNREADABLE, make_refusal_finding
 from ..engine.doctor.checks_numbers import NAN
 from ..engine.doctor.checks_optimizer import read_optimizer_steps, read_trainer_state_step
 from ..engine.doctor.examine import doctor
 from ..engine.doctor.findings import DAMAGE, NOTE, Finding, FindingKind
 from ..engine.opening import OpenOptions, open_checkpoint
-from ..engine.verification import VerifyResult, compare_recorded
+from ..engine.verification import VerifyResult, compare_recorded_digests
 from ..errors import CkpttoolError, Corrupt, Differs, Unsafe
 from ..index.checkpoint import Checkpoint
 from ..index.names import step_count
 from ..options import Search
 from .gentle import Pace
-from .health import Portrait, compare_with_earlier, list_trained, make_portrait
+from .health import Portrait, compare_with_earlier, list_trained_weights, make_portrait
 from .norms import Norms
-from .saves import WatchedSave, family, list_files
+from .saves import WatchedSave, list_files_below, to_name_family
 
-__all__ = ["Examination", "compare_files", "describe_damage", "examine"]
+__all__ = ["Examination", "compare_files", "examine_save", "list_damage"]
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,21 @@ class Examination:
     recorded: str | None
 
 
-def examine(
+def examine_save(
     save: WatchedSave, options: OpenOptions, pace: Pace, earlier: Sequence[Portrait], norm_jump: float
 ) -> Examination:
-    """Read a save: every byte once, and masters and their weights a second time.
+    """Read a save and report what was found: every byte is read once, fp32 master weights and their weights twice.
 
     Args:
-        earlier: portraits of proved saves of the run, from the nearest back.
-        norm_jump: how many times its last norm a weight may have.
+        save: the save.
+        options: how it is read.
+        pace: limits the rate of reading.
+        earlier: portraits of proved earlier saves of the run, the nearest first.
+        norm_jump: maximal factor by which the norm of a weight may grow since the save before.
 
     Raises:
-        Corrupt, Unsafe: it is damaged. Differs: it is not what was recorded of it.
-        SourceChanged: it was written to meanwhile.
+        Corrupt, Unsafe: it is damaged. Differs: it does not match a recorded digest.
+        SourceChanged: it was written to while it was read.
         NotRecognised, Unsupported: it cannot be read.
     """
     with reporting(pace), open_checkpoint(save.path, options, check_hints=False) as opened:
@@ -69,13 +72,13 @@ def examine(
         at = Examined(opened, Request(save.path, True, progress=pace), also=norms.add)
         run_checks(at)
         digests = at.digests or {}
-        counters = _read_counters(at)
+        counters = _read_step_counters(at)
         opened.source.assert_unchanged()
         verified = VerifyResult(save.path, ckpt.layout, len(ckpt.tensors), ckpt.nbytes, "ok", 0, [])
-        compare_recorded(opened, digests, verified)
+        compare_recorded_digests(opened, digests, verified)
         pace.drop_pages()
     portrait = make_portrait(ckpt, save.name, save.step, digests, norms.found(), counters)
-    findings = [f for f in (_excuse_buffers(f, ckpt, norms) for f in at.found) if f.severity == DAMAGE]
+    findings = [f for f in (_downgrade_buffer_infinities(f, ckpt, norms) for f in at.found) if f.severity == DAMAGE]
     findings += compare_with_earlier(portrait, ckpt, earlier, norm_jump, save.found.weights_only)
     return Examination(
         portrait, ckpt.layout, ckpt.nbytes, state_roots(ckpt, digests), findings,
@@ -83,8 +86,8 @@ def examine(
     )  # fmt: skip
 
 
-def _read_counters(at: Examined) -> dict[str, float]:
-    """Read how far the optimizer, the trainer and the scheduler are, as far as they say so."""
+def _read_step_counters(at: Examined) -> dict[str, float]:
+    """Return {"optimizer", "trainer", "scheduler": step}, each only if the checkpoint has that counter."""
     steps = read_optimizer_steps(at)
     state = read_trainer_state_step(at)
     epochs = at.ckpt.values.get("scheduler.last_epoch")
@@ -96,10 +99,10 @@ def _read_counters(at: Examined) -> dict[str, float]:
     return {n: float(x) for n, x in found.items() if isinstance(x, (int, float))}
 
 
-def _excuse_buffers(finding: Finding, ckpt: Checkpoint, norms: Norms) -> Finding:
-    """Make a note of infinities that are in buffers alone, such as masks of attention, where the optimizer says which
-    weights are trained."""
-    trained = list_trained(ckpt)
+def _downgrade_buffer_infinities(finding: Finding, ckpt: Checkpoint, norms: Norms) -> Finding:
+    """Return a finding of infinities as a note if they are in buffers alone, such as attention masks; unchanged
+    otherwise. Buffers are weights for which the optimizer has no state, if it has state for others."""
+    trained = list_trained_weights(ckpt)
     if finding.kind == NAN and trained:
         bad = [n for n in finding.tensors if norms.nan.get(n) or n in trained or ckpt.tensors[n].component != "model"]
         if not bad:
@@ -107,17 +110,20 @@ def _excuse_buffers(finding: Finding, ckpt: Checkpoint, norms: Norms) -> Finding
     return finding
 
 
-def describe_damage(save: WatchedSave, options: OpenOptions, error: CkpttoolError, pace: Pace) -> list[Finding]:
-    """Find out what is wrong with a save that cannot be read, with the file or the tensors of each finding.
+def list_damage(save: WatchedSave, options: OpenOptions, error: CkpttoolError, pace: Pace) -> list[Finding]:
+    """Return the findings on a save that cannot be read, each with its file or tensors.
 
     Args:
-        error: why it cannot.
+        save: the save.
+        options: how it was read.
+        error: the error of that read.
+        pace: limits the rate of reading.
     """
     names = {f.name for f in fields(options)} & Search.__annotations__.keys()
     found: list[Finding] = []
     with suppress(CkpttoolError):
         found = doctor(save.path, read_data=True, progress=pace, **{n: getattr(options, n) for n in names}).findings
-    out = [_add_file(f, save) for f in found if f.severity == DAMAGE and f.kind != LOST]
+    out = [_with_named_file(f, save) for f in found if f.severity == DAMAGE and f.kind != LOST]
     kind = "differs" if isinstance(error, Differs) else "unsafe" if isinstance(error, Unsafe) else None
     if m := re.match(r"no (\S+)$", save.found.lacks):
         out.insert(
@@ -127,34 +133,43 @@ def describe_damage(save: WatchedSave, options: OpenOptions, error: CkpttoolErro
         out = [f for f in out if f.kind != UNREADABLE]  # which says the same
         out.insert(0, Finding(FindingKind(kind), DAMAGE, None, (), str(error)))
     elif not out:
-        out.append(_add_file(explain_refusal(error), save))
+        out.append(_with_named_file(make_refusal_finding(error), save))
     return out
 
 
-def _add_file(finding: Finding, save: WatchedSave) -> Finding:
-    """Return a finding with the file of the save that its text names."""
+def _with_named_file(finding: Finding, save: WatchedSave) -> Finding:
+    """Return a finding with `file` set to the file of the save that its text names; unchanged if it has one or none is
+    named."""
     if finding.file is not None or not os.path.isdir(save.path):
         return finding
     text = finding.text
-    files = [f for f in list_files(save.path) if os.path.join(save.path, f) in text or text.startswith(f"{f} ")]
+    files = [f for f in list_files_below(save.path) if os.path.join(save.path, f) in text or text.startswith(f"{f} ")]
     return replace(finding, file=max(files, key=len)) if files else finding
 
 
 def compare_files(save: WatchedSave, before: str) -> Iterator[Finding]:
-    """Compare the files of a save that is bad with those of the save before it, at the path `before`, and yield a
-    finding for each file that is not there any more, and for each that is, byte for byte, the one of the save before,
-    although it is of the optimizer or the scheduler, or others of its series of ranks or shards are not."""
-    here, there = (list_files(path) if os.path.isdir(path) else [] for path in (save.path, before))
+    """Compare the files of a damaged save with those of the save before it.
+
+    Args:
+        save: the damaged save.
+        before: path of the save before it.
+
+    Yields:
+        A finding for each file that is missing, and for each file that is stale: equal byte for byte to the one of the
+            save before, although it holds the optimizer or the scheduler, or although other files of its series (ranks
+            or shards) changed.
+    """
+    here, there = (list_files_below(path) if os.path.isdir(path) else [] for path in (save.path, before))
     for file in sorted(set(there) - set(here)) if here else ():
         yield Finding(MISSING, DAMAGE, file, (), f"{file} is missing, which {before} has")
     series: dict[str, dict[str, bool]] = {}
     for file in here:
-        kind = kind_of(os.path.basename(file))
+        kind = classify_state_file(os.path.basename(file))
         moves = kind is not None and kind[1] in ("optim", "scheduler")
-        if moves or family(file) != file:
+        if moves or to_name_family(file) != file:
             with suppress(OSError):
                 same = filecmp.cmp(os.path.join(save.path, file), os.path.join(before, file), shallow=False)
-                series.setdefault(family(file), {"": False} if moves else {})[file] = same
+                series.setdefault(to_name_family(file), {"": False} if moves else {})[file] = same
     for of in series.values():
         if not all(of.values()):
             for file in (f for f, same in of.items() if same):

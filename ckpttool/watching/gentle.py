@@ -52,17 +52,17 @@ class Pace:
         self._kept = 0
 
     def start(self, source: Source | None) -> None:
-        """Start a new count for the reads of a source; None where it is not open yet."""
+        """Reset the counters for the reads of a source; None if it is not open yet."""
         self.source = source
         self.read_bytes = self._since = self._kept = self._done = 0
         self._what, self._began = "", time.monotonic()
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """Wait until the bytes that were read may have been.
+        """Count the bytes read since the last call, and sleep as long as the rate is exceeded.
 
         Args:
             what: the stage; each counts its bytes from 0.
-            done, total: bytes of it.
+            done, total: bytes of the stage so far and in all.
         """
         step = done - self._done if what == self._what else done
         self._what, self._done = what, done
@@ -77,7 +77,7 @@ class Pace:
                 time.sleep(ahead)
 
     def drop_pages(self) -> None:
-        """Take the files that were read out of the page cache, as far as they are written to the disk."""
+        """Ask the system to remove the source's files from the page cache; pages that are not yet on the disk stay."""
         self._kept = 0
         if self.source is None or not self.source.local or not hasattr(os, "posix_fadvise"):
             return

@@ -17,7 +17,7 @@ from ..engine.doctor.findings import DAMAGE, NOTE, Finding, FindingKind, Severit
 from ..index.checkpoint import Checkpoint
 from ..printable import list_first
 
-__all__ = ["KINDS", "Portrait", "SeenTensor", "compare_with_earlier", "list_trained", "make_portrait"]
+__all__ = ["KINDS", "Portrait", "SeenTensor", "compare_with_earlier", "list_trained_weights", "make_portrait"]
 
 #: {kind: what it means}, of the findings that doctor does not have; docs/how-to/watch.md lists them.
 KINDS = {
@@ -52,11 +52,11 @@ class SeenTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Portrait:
-    """What is kept of a save, so that later ones can be compared with it.
+    """Facts of a save that are kept, so that later saves can be compared with it.
 
-    `files` {file: digest of all CRC32s in it}, as far as a file has some; `counters` {"optimizer", "trainer",
-    "scheduler": how far it is}; `rate` the lowest learning rate of the param groups, None where it is not known; `ties`
-    weights that were equal in two saves, between which they moved.
+    `files` {file: digest of its content}, for the files of which one is known; `counters` {"optimizer", "trainer",
+    "scheduler": step}; `rate` the lowest learning rate of the param groups, None if it is not known; `ties` groups of
+    weights that were equal in two saves, between which they changed.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Portrait:
 
     @property
     def where(self) -> str:
-        """Return what the save is called in messages."""
+        """Return the name of the save for messages: its step, or the name of its folder."""
         return f"step {self.step:,}" if self.step is not None else self.name
 
 
@@ -95,31 +95,32 @@ def make_portrait(
     """Make the portrait of a save that was read.
 
     Args:
-        name, step: of the save.
+        ckpt: index of the save.
+        name, step: of the save; `step` is None if its name has none.
         digests, norms: {tensor: BLAKE3 in hex}, {tensor: norm}.
-        counters: how far it is.
+        counters: {"optimizer", "trainer", "scheduler": step}.
     """
     rates = [v.data for v in ckpt.values.values() if v.option == "lr"]
     return Portrait(
         name,
         step,
         {n: SeenTensor(digests[n], norms.get(n), t.numel) for n, t in ckpt.tensors.items()},
-        {_own_name(ckpt.files[f], name): s for f, s in _sum_files(ckpt, digests).items()},
+        {_to_relative_name(ckpt.files[f], name): s for f, s in _digest_files(ckpt, digests).items()},
         counters,
         sorted({ckpt.component(n) for n in (*ckpt.tensors, *ckpt.values)}),
         min(rates) if rates and all(isinstance(r, (int, float)) for r in rates) else None,
     )
 
 
-def _own_name(file: str, save: str) -> str:
-    """Return the name of a file inside the folder of its save; "" where the save is the file."""
+def _to_relative_name(file: str, save: str) -> str:
+    """Return the name of a file relative to the folder of its save; "" if the save is that one file."""
     own = save.rpartition("/")[2]
     return "" if file == own else file.removeprefix(f"{own}/")
 
 
-def _sum_files(ckpt: Checkpoint, digests: Mapping[str, str]) -> dict[int, str]:
-    """Return {number of a file: a digest of what it holds}: of all CRC32s in it, or else of the tensors in it, where
-    all of them are whole."""
+def _digest_files(ckpt: Checkpoint, digests: Mapping[str, str]) -> dict[int, str]:
+    """Return {number of a file: digest of its content}: of all CRC32s in it, or else of the digests of its tensors. A
+    file without CRC32s that holds only a part of some tensor has no digest."""
     parts: dict[int, list[tuple[object, ...]]] = {}
     for r in ckpt.records:
         parts.setdefault(r.extent.file, []).append((r.extent.offset, r.extent.length, r.crc32))
@@ -134,8 +135,8 @@ def _sum_files(ckpt: Checkpoint, digests: Mapping[str, str]) -> dict[int, str]:
     }
 
 
-def list_trained(ckpt: Checkpoint) -> frozenset[str]:
-    """List the weights that the optimizer has state for, by their names in the index; empty where there is none."""
+def list_trained_weights(ckpt: Checkpoint) -> frozenset[str]:
+    """Return the names, in the index, of the weights that the optimizer has state for; empty without such state."""
     fqns = {t.parameter for t in ckpt.tensors.values() if t.slot is not None}
     return frozenset(n for n, t in ckpt.tensors.items() if t.component == "model" and t.local_name in fqns)
 
@@ -143,12 +144,13 @@ def list_trained(ckpt: Checkpoint) -> frozenset[str]:
 def compare_with_earlier(
     now: Portrait, ckpt: Checkpoint, earlier: Sequence[Portrait], norm_jump: float, weights_only: bool
 ) -> Iterator[Finding]:
-    """Yield what is wrong with a save when it is compared with earlier ones of its run.
+    """Yield findings from the comparison of a save with earlier saves of its run.
 
     Args:
-        ckpt: the index of the save.
-        earlier: portraits of proved saves, from the nearest back.
-        norm_jump: how many times its last norm a weight may have.
+        now: portrait of the save; gets its `ties`.
+        ckpt: index of the save.
+        earlier: portraits of proved earlier saves, the nearest first; without one there are no findings.
+        norm_jump: maximal factor by which the norm of a weight may grow since the save before.
         weights_only: whether the save is an export at the end of a run.
     """
     if not earlier:
@@ -158,22 +160,27 @@ def compare_with_earlier(
     stale = list(_find_stale_files(now, ckpt, earlier))
     yield from stale
     if not weights_only:
-        yield from _find_gone(now, before)
+        yield from _find_missing_parts(now, before)
     yield from _compare_norms(now, ckpt, before, norm_jump)
     if not stale:
         yield from _find_unmoved(now, ckpt, before)
     yield from _compare_ties(now, before)
 
 
-def _finding(kind: str, severity: Severity, text: str, names: Sequence[str] = (), file: str | None = None) -> Finding:
-    """Make a finding of one of `KINDS`."""
+def _make_finding(
+    kind: str, severity: Severity, text: str, names: Sequence[str] = (), file: str | None = None
+) -> Finding:
+    """Return a finding whose kind is one of `KINDS`; `names` are its tensors."""
     assert kind in KINDS
     return Finding(FindingKind(kind), severity, file, tuple(names), text)
 
 
 def _compare_counters(now: Portrait, earlier: Sequence[Portrait]) -> Iterator[Finding]:
-    """Yield a finding for each counter that did not advance. A scheduler may count epochs, so one other than the
-    optimizer's has to have kept up with another counter before."""
+    """Yield a finding for each counter that did not advance, or went back.
+
+    A scheduler may count epochs. So a counter other than the optimizer's is only expected to advance if it has advanced
+    by as much as another counter between the two saves before.
+    """
     before = earlier[0]
     ahead = {what: count - before.counters.get(what, count) for what, count in now.counters.items()}
     kept_up: set[str] = set()
@@ -186,22 +193,23 @@ def _compare_counters(now: Portrait, earlier: Sequence[Portrait]) -> Iterator[Fi
         old = before.counters[what]
         if count == old and (what == "optimizer" or (what in kept_up and any(n > 0 for n in ahead.values()))):
             text = f"the {what} is at step {count:,.0f}, as at {before.where}: it did not advance, or is of that save"
-            yield _finding("not-advanced", DAMAGE, text)
+            yield _make_finding("not-advanced", DAMAGE, text)
         elif count < old:
             text = f"the {what} is at step {count:,.0f}, and was at {old:,.0f} at {before.where}: it was reset"
-            yield _finding("went-back", NOTE, text)
+            yield _make_finding("went-back", NOTE, text)
 
 
 def _find_stale_files(now: Portrait, ckpt: Checkpoint, earlier: Sequence[Portrait]) -> Iterator[Finding]:
-    """Yield a finding for each file with state that training moves, and that an earlier save had under its name."""
+    """Yield a finding for each file with state that training changes, if an earlier save had a file with the same name
+    and content."""
     moving: dict[str, list[str]] = {}
-    trained, rate = list_trained(ckpt), earlier[0].rate or 0.0
+    trained, rate = list_trained_weights(ckpt), earlier[0].rate or 0.0
     for n, t in ckpt.tensors.items():
         if (t.slot not in (None, "step") or (n in trained and t.dtype == "float32" and rate > 0)) and now.tensors[
             n
         ].norm:
             for f in set(t.chunks.file):
-                moving.setdefault(_own_name(ckpt.files[f], now.name), []).append(n)
+                moving.setdefault(_to_relative_name(ckpt.files[f], now.name), []).append(n)
     for file, names in moving.items():
         for old in earlier:
             if file in now.files and old.files.get(file) == now.files[file]:
@@ -210,37 +218,38 @@ def _find_stale_files(now: Portrait, ckpt: Checkpoint, earlier: Sequence[Portrai
                     f"{what} holds what it held at {old.where}: {list_first(names, _MOST_SHOWN)}. Training moves that "
                     "with every step, so the file was left from that save, or copied from it"
                 )
-                yield _finding("stale-file", DAMAGE, text, names, what)
+                yield _make_finding("stale-file", DAMAGE, text, names, what)
                 break
 
 
-def _find_gone(now: Portrait, before: Portrait) -> Iterator[Finding]:
-    """Yield findings on components, and on tensors of the others, that the save before had."""
+def _find_missing_parts(now: Portrait, before: Portrait) -> Iterator[Finding]:
+    """Yield a finding for each component that the save before had and this one lacks, and one for tensors of the other
+    components that are missing."""
     for part in before.components:
         if part not in now.components:
             text = f'there is no "{part}", which {before.where} had: a file is missing, or it is no longer saved'
-            yield _finding("gone", DAMAGE, text)
+            yield _make_finding("gone", DAMAGE, text)
     lost = [n for n in before.tensors if n not in now.tensors and n.partition(".")[0] in now.components]
     lost = [n for n in lost if n.partition(".")[0] in ("model", "optim")]
     if lost:
         text = f"{len(lost):,} tensors of {before.where} are not there: {list_first(lost, _MOST_SHOWN)}"
-        yield _finding("fewer-tensors", NOTE, text, lost)
+        yield _make_finding("fewer-tensors", NOTE, text, lost)
 
 
 def _compare_norms(now: Portrait, ckpt: Checkpoint, before: Portrait, norm_jump: float) -> Iterator[Finding]:
-    """Yield findings on weights whose norms jump, or that became zero."""
+    """Yield a finding for each weight whose norm jumped, and for each matrix that became zero."""
     weights = [n for n, t in ckpt.tensors.items() if t.component == "model" or t.path[:2] == ("extra", "master")]
     weights = [n for n in weights if n in before.tensors and before.tensors[n].norm]
     largest = max((before.tensors[n].rms for n in weights), default=0.0)
-    trained = list_trained(ckpt)
+    trained = list_trained_weights(ckpt)
     for n in weights:
         new, old = now.tensors[n], before.tensors[n]
         if new.rms > norm_jump * old.rms and new.rms > largest:
             text = f'the norm of "{n}" is {new.norm:.4g}, and was {old.norm:.4g} at {before.where}'
-            yield _finding("norm-jump", DAMAGE, text, (n,))
+            yield _make_finding("norm-jump", DAMAGE, text, (n,))
         elif not new.norm and len(ckpt.tensors[n].shape) > 1 and (n in trained or not trained):
             text = f'"{n}" is zero in every element, and had the norm {old.norm:.4g} at {before.where}'
-            yield _finding("became-zero", DAMAGE, text, (n,))
+            yield _make_finding("became-zero", DAMAGE, text, (n,))
 
 
 def _find_unmoved(now: Portrait, ckpt: Checkpoint, before: Portrait) -> Iterator[Finding]:
@@ -257,7 +266,7 @@ def _find_unmoved(now: Portrait, ckpt: Checkpoint, before: Portrait) -> Iterator
         return n in before.tensors and before.tensors[n].digest == now.tensors[n].digest
 
     names = [
-        n for n in list_trained(ckpt)
+        n for n in list_trained_weights(ckpt)
         if same(n) and (of := slots.get(ckpt.tensors[n].local_name)) and not any(map(same, of))
     ]  # fmt: skip
     if names := sorted(names):
@@ -266,16 +275,17 @@ def _find_unmoved(now: Portrait, ckpt: Checkpoint, before: Portrait) -> Iterator
             f"moved: {list_first(names, _MOST_SHOWN)}. Updates round to nothing in {ckpt.tensors[names[0]].dtype}, or "
             "the weights are not those that are trained"
         )
-        yield _finding("unmoved", NOTE, text, names)
+        yield _make_finding("unmoved", NOTE, text, names)
 
 
 def _compare_ties(now: Portrait, before: Portrait) -> Iterator[Finding]:
-    """Yield findings on ties that diverged, and put into `now.ties` those that are known from here on."""
+    """Yield a finding for each group of tied weights that differ now, and add the ties that are known now to
+    `now.ties`."""
     for group in before.ties:
         here = [n for n in group if n in now.tensors]
         if len({now.tensors[n].digest for n in here}) > 1:
             text = f"{', '.join(here)} were one at {before.where} and before, moved together, and are different now"
-            yield _finding("diverged-tie", DAMAGE, text, here)
+            yield _make_finding("diverged-tie", DAMAGE, text, here)
         elif len(here) > 1:
             now.ties.append(here)
     known = {n for group in now.ties for n in group}

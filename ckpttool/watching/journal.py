@@ -23,7 +23,7 @@ from ..errors import CkpttoolError, Corrupt, UsageError, argument, kind_of_failu
 from ..storage.local_file import sync_folder
 from ..storage.lock import take_lock, unlock
 from ..storage.partial import LeftoverFiles
-from .saves import WatchedSave, family
+from .saves import WatchedSave, to_name_family
 
 __all__ = ["LINK", "Event", "WatchJournal", "open_journal"]
 
@@ -38,10 +38,12 @@ _ABOUT_SAVE = ("verified", "failed", "unfinished", "unjudged", "skipped", "chang
 
 @contextmanager
 def open_journal(folder: str, run: str) -> Iterator[WatchJournal]:
-    """While the block runs, hold the folder of a watcher, which is made where it is missing.
+    """Lock the folder of a watcher while the block runs, and yield its journal. The folder is made if it does not
+    exist.
 
     Args:
-        run: the folder of the run, for which a journal is or will be.
+        folder: the folder of the watcher.
+        run: the folder of the run that the journal is for.
 
     Raises:
         Locked: another watcher holds it. UsageError: it is of another run. Corrupt: the journal is damaged.
@@ -67,10 +69,10 @@ def open_journal(folder: str, run: str) -> Iterator[WatchJournal]:
 
 
 class WatchJournal:
-    """The events of a run, and what they say of its saves.
+    """The events of a run, and the state of its saves that follows from them.
 
-    `last` {save: the last event about it}; `proved` {save: the last event that proved it}, also of one that is gone;
-    `counts` {event: how many}.
+    `last` {save: the last event about it}; `proved` {save: the last event that proved it}, also of deleted saves;
+    `counts` {event: how often}.
     """
 
     def __init__(self, folder: str) -> None:
@@ -81,7 +83,7 @@ class WatchJournal:
         self._commands: set[tuple[str, str, str]] = set()
         self.fd = os.open(os.path.join(folder, _FILE), os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
-            self._run = self._read()
+            self._run = self._read_events()
         except BaseException:
             os.close(self.fd)
             raise
@@ -90,8 +92,8 @@ class WatchJournal:
         """Close the journal."""
         os.close(self.fd)
 
-    def _read(self) -> str | None:
-        """Read all events, remove a torn last line, and return the run that the journal is of; None for a new one.
+    def _read_events(self) -> str | None:
+        """Read all events, remove an incomplete last line, and return the run of the journal; None for a new journal.
 
         Raises:
             Corrupt: a line is no event.
@@ -104,7 +106,7 @@ class WatchJournal:
                 try:
                     event = json.loads(line)
                     if event["event"] != "unjudged":  # whatever the reason was, it is tried again
-                        self._note(event)
+                        self._apply_event(event)
                     run = run or event.get("run")
                 except (ValueError, TypeError, KeyError, AttributeError):
                     raise Corrupt(
@@ -117,7 +119,7 @@ class WatchJournal:
         return run
 
     def begin(self, run: str) -> None:
-        """Make the journal that of a run.
+        """Record the run of a new journal, or check that the journal is of this run.
 
         Raises:
             UsageError: it is of another one.
@@ -132,7 +134,7 @@ class WatchJournal:
             )
 
     def append(self, event: Event) -> Event:
-        """Add an event, durably, with the time; returns it.
+        """Write an event with the time to the journal, durably, and return it.
 
         Raises:
             NoSpace, NotPermitted, CkpttoolError: it cannot be written.
@@ -147,11 +149,11 @@ class WatchJournal:
             os.fsync(self.fd)
         except OSError as e:
             raise kind_of_failure(e, CkpttoolError)(f"{self.folder}/{_FILE} cannot be written: {e.strerror}.") from e
-        self._note(event)
+        self._apply_event(event)
         return event
 
-    def _note(self, event: Event) -> None:
-        """Keep in mind what an event says."""
+    def _apply_event(self, event: Event) -> None:
+        """Update `last`, `proved`, `counts` and the commands that were run by an event."""
         kind = event["event"]
         self.counts[kind] = self.counts.get(kind, 0) + 1
         if kind in _ABOUT_SAVE:
@@ -163,7 +165,7 @@ class WatchJournal:
             self._commands.add((event["name"], event["fingerprint"], event["for"]))
 
     def knows(self, save: WatchedSave) -> Event | None:
-        """Return the last event about a save as its files are now; None where there is none."""
+        """Return the last event about a save, if its files have not changed since; None otherwise."""
         event = self.last.get(save.name)
         return event if event is not None and event.get("fingerprint") == save.fingerprint else None
 
@@ -173,18 +175,18 @@ class WatchJournal:
 
     # ------------------------------------------------------------------------------------------------------ records
 
-    def _record_path(self, name: str) -> str:
-        """Return the path of the record of a save."""
+    def _get_record_path(self, name: str) -> str:
+        """Return the path of the record of a save, whose name is `name`."""
         key = blake3(name.encode("utf-8", "surrogatepass")).hexdigest(length=12)
         return os.path.join(self.folder, _RECORDS, f"{key}.json")
 
     def write_record(self, name: str, record: Mapping[str, Any]) -> None:
-        """Keep what was found of a save, durably; the records of the newest proved saves stay.
+        """Write the record of a save, durably: its fingerprint and its portrait.
 
         Raises:
             NoSpace, NotPermitted, CkpttoolError: it cannot be written.
         """
-        path = self._record_path(name)
+        path = self._get_record_path(name)
         try:
             with open(f"{path}.tmp", "w") as out:
                 json.dump(record, out)
@@ -196,15 +198,17 @@ class WatchJournal:
             raise kind_of_failure(e)(f"{path} cannot be written: {e.strerror}.") from e
 
     def list_earlier(self, save: WatchedSave) -> list[dict[str, Any]]:
-        """Return the records of proved saves before this one, from the nearest back: of saves whose names differ from
-        its in numbers alone."""
+        """Return the records of proved saves before this one, the nearest first. Only saves count whose names differ
+        from its name in numbers alone. All but the first record come without tensors."""
         same = [
-            e for e in self.proved.values() if family(e["name"]) == family(save.name) and tuple(e["age"]) < save.age
+            e
+            for e in self.proved.values()
+            if to_name_family(e["name"]) == to_name_family(save.name) and tuple(e["age"]) < save.age
         ]
         out: list[dict[str, Any]] = []
         for event in sorted(same, key=lambda e: tuple(e["age"]), reverse=True):
             try:
-                with open(self._record_path(event["name"])) as text:
+                with open(self._get_record_path(event["name"])) as text:
                     record = json.load(text)
             except (OSError, ValueError):
                 continue
@@ -215,10 +219,10 @@ class WatchJournal:
         return out
 
     def forget_records(self) -> None:
-        """Remove all records but those of the saves of each family that were proved last."""
+        """Remove all records, except those of the last proved saves of each family of names."""
         kept: dict[str, list[str]] = {}
         for name in self.proved:
-            kept.setdefault(family(name), []).append(os.path.basename(self._record_path(name)))
+            kept.setdefault(to_name_family(name), []).append(os.path.basename(self._get_record_path(name)))
         names = {name for group in kept.values() for name in group[-_KEPT:]}
         folder = os.path.join(self.folder, _RECORDS)
         for name in os.listdir(folder):
@@ -229,7 +233,7 @@ class WatchJournal:
     # --------------------------------------------------------------------------------------------------------- link
 
     def point_to(self, path: str | None) -> None:
-        """Let latest.verified lead to a save, in one step; None removes it.
+        """Make the link latest.verified lead to a save, atomically; None removes the link.
 
         Raises:
             NotPermitted, CkpttoolError: the link cannot be made.

@@ -22,7 +22,7 @@ from .gentle import lower_priority
 if TYPE_CHECKING:
     from .watch import Watcher
 
-__all__ = ["leave_runs", "look_at_saves"]
+__all__ = ["judge_saves", "release_journals"]
 
 #: A save that no layout knows is given up when it has rested for this many times `settle`.
 _PATIENCE = 3
@@ -31,15 +31,15 @@ _watchers: dict[str, Watcher] = {}  # {folder of a run: its watcher}
 _journals = ExitStack()  # those that are held
 
 
-def look_at_saves(text: str) -> str:
+def judge_saves(text: str) -> str:
     """Look once at saves of a run, and read those that are finished.
 
     Args:
-        text: JSON {"run": its folder, "names": of the saves in it, "options": those of WatchRequest}.
+        text: JSON {"run": its folder, "names": names of the saves in it, "options": fields of `WatchRequest`}.
 
     Returns:
-        JSON {name: {"event": of the journal, "lines": that say it, "proved": the path of the newest proved save, or
-        None}} of those saves that are judged now.
+        JSON {name: {"event": event of the journal, "lines": its description, "proved": path of the newest proved save
+            or null}} of the saves that are judged now.
     """
     asked = json.loads(text)
     run, names = asked["run"], frozenset(asked["names"])
@@ -48,24 +48,28 @@ def look_at_saves(text: str) -> str:
         watcher.only = names
         watcher.look()
     except CkpttoolError as e:  # such as a journal that another process holds
-        return json.dumps({name: _answer(_give_up(run, name, str(e)), None) for name in names})
+        return json.dumps({name: _make_answer(_make_unjudged_event(run, name, str(e)), None) for name in names})
     newest = watcher.newest_proved()
     proved = None if newest is None else newest.path
-    return json.dumps({name: _answer(event, proved) for name, event in _list_verdicts(watcher)})
+    return json.dumps({name: _make_answer(event, proved) for name, event in _list_verdicts(watcher)})
 
 
-def leave_runs(text: str) -> str:
-    """Let go of the journals, so that others may have them; text and answer are empty."""
+def release_journals(text: str) -> str:
+    """Release the journals, so that other processes can open them. Argument and result are ""."""
     _watchers.clear()
     _journals.close()
     return text
 
 
 def _start_watcher(run: str, options: Mapping[str, Any]) -> Watcher:
-    """Take the journal of a run, and make a watcher.
+    """Open the journal of a run, and return a watcher for it, which is kept for later calls.
+
+    Args:
+        run: the folder of the run.
+        options: fields of `WatchRequest`.
 
     Raises:
-        CkpttoolError: as `open_journal` says.
+        CkpttoolError: as `open_journal`.
     """
     lower_priority()
     gc.enable()  # this process may live for days
@@ -80,7 +84,8 @@ def _start_watcher(run: str, options: Mapping[str, Any]) -> Watcher:
 
 
 def _list_verdicts(watcher: Watcher) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (name, event) of those of the asked saves that are judged as they are now, or that no layout knows."""
+    """Yield (name, event) of the requested saves that were judged with their present files, or that no layout
+    recognises."""
     from .saves import take_fingerprint
 
     there = {save.name: save for save in watcher.saves}
@@ -93,16 +98,22 @@ def _list_verdicts(watcher: Watcher) -> Iterator[tuple[str, Mapping[str, Any]]]:
         seen = take_fingerprint(path)
         if seen is not None and time.time() - seen[1] > _PATIENCE * watcher.request.settle:
             why = f"it is none of the saves that `ckpttool ls {shlex.quote(watcher.run)}` lists"
-            yield name, _give_up(watcher.run, name, f"{why}. `ckpttool inspect {shlex.quote(path)}` says what it is")
+            yield (
+                name,
+                _make_unjudged_event(
+                    watcher.run, name, f"{why}. `ckpttool inspect {shlex.quote(path)}` says what it is"
+                ),
+            )
 
 
-def _give_up(run: str, name: str, why: str) -> dict[str, Any]:
-    """Return an event that says why a save cannot be judged; it is not in the journal."""
+def _make_unjudged_event(run: str, name: str, why: str) -> dict[str, Any]:
+    """Return an event that says why a save cannot be judged. It is not written to the journal."""
     return {"event": "unjudged", "name": name, "path": os.path.join(run, name), "why": why}
 
 
-def _answer(event: Mapping[str, Any], proved: str | None) -> dict[str, Any]:
-    """Return what the job is told of a save; `proved` is the path of the newest proved one, None without one."""
+def _make_answer(event: Mapping[str, Any], proved: str | None) -> dict[str, Any]:
+    """Return the answer for one save: {"event", "lines", "proved"}. `proved` is the path of the newest proved save, or
+    None."""
     from .describe import describe_event
 
     return {"event": event, "lines": [printable(line) for line in describe_event(dict(event))], "proved": proved}

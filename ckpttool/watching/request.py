@@ -81,10 +81,10 @@ class WatchRequest:
             raise UsageError(f"{argument('every', self.every)} goes with {argument('then')}.", code="CKPT0204")
 
     def folder_of(self, run: str) -> str:
-        """Return the folder of the journal for a run.
+        """Return the absolute path of the journal's folder for a run.
 
         Raises:
-            UsageError: the run is in a store, or a file; or the folder is the run's own, or one of its saves.
+            UsageError: the run is in a store, or a file; or the folder is the run's own or contains it.
         """
         if urls.is_url(run):
             raise UsageError(

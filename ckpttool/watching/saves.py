@@ -15,7 +15,7 @@ from ..engine.discover.detection import find_step
 from ..engine.runs import RunStep, list_run
 from ..errors import NotRecognised
 
-__all__ = ["WatchedSave", "family", "list_files", "list_saves", "take_fingerprint"]
+__all__ = ["WatchedSave", "list_files_below", "list_saves", "take_fingerprint", "to_name_family"]
 
 _UNKNOWN = "no layout knows it: it is being written, or damaged"
 _WRITTEN_LAST = re.compile(rf"written last|writes last|unfinished save|did not finish|{_UNKNOWN}")
@@ -55,17 +55,18 @@ class WatchedSave:
 
     @property
     def begun(self) -> bool:
-        """Tell whether its trainer may be writing it: it lacks what is written last, or its trainer keeps a file that
-        names the newest save, and has not named this one."""
+        """Return whether its trainer may still be writing it: the file that is written last is missing, or the
+        trainer's file that names the newest save does not name this one."""
         return self.found.being_written if self.found.complete else bool(_WRITTEN_LAST.search(self.found.lacks))
 
 
 def list_saves(run: str, state: str) -> list[WatchedSave]:
-    """List the saves in the folder of a run, from the oldest to the newest; the folder itself where it is one save that
-    is overwritten. [] where there is no such folder, or no save in it.
+    """Return the saves in the folder of a run, the oldest first; the folder itself if it is one save that is
+    overwritten. Empty if there is no such folder, or no save in it.
 
     Args:
-        state: the folder of the journal, which is passed over.
+        run: the folder of the run.
+        state: the folder of the journal, which is skipped.
     """
     if not os.path.isdir(run):
         return []
@@ -75,20 +76,20 @@ def list_saves(run: str, state: str) -> list[WatchedSave]:
         return []
     inside = os.path.realpath(state) + "/"
     out = []
-    for c in [*found, *_find_unknown(run, found)]:
+    for c in [*found, *_find_unknown_saves(run, found)]:
         if not (os.path.realpath(c.path) + "/").startswith(inside) and (seen := take_fingerprint(c.path)) is not None:
             out.append(WatchedSave(c, *seen))
     return sorted(out, key=lambda save: save.age)
 
 
-def _find_unknown(run: str, found: list[RunStep]) -> Iterator[RunStep]:
-    """Yield a row for each entry beside the saves of a run that is named as they are, and that no layout knows."""
-    kin = {(os.path.dirname(c.name), family(os.path.basename(c.name))): c for c in found if c.name}
+def _find_unknown_saves(run: str, found: list[RunStep]) -> Iterator[RunStep]:
+    """Yield a row for each entry of the run's folders that is named like its saves and that no layout recognises."""
+    kin = {(os.path.dirname(c.name), to_name_family(os.path.basename(c.name))): c for c in found if c.name}
     known = {c.name for c in found}
     for folder in {folder for folder, _ in kin}:
         with suppress(OSError):
             for entry in os.listdir(os.path.join(run, folder)):
-                name, like = os.path.join(folder, entry), kin.get((folder, family(entry)))
+                name, like = os.path.join(folder, entry), kin.get((folder, to_name_family(entry)))
                 if like is not None and name not in known and not os.path.islink(path := os.path.join(run, name)):
                     row = replace(like, path=path, name=name, step=find_step(name), complete=False, lacks=_UNKNOWN)
                     yield replace(row, newest=False, weights_only=False, digest=None)
@@ -112,7 +113,7 @@ def take_fingerprint(path: str) -> tuple[str, float] | None:
             newest = max(newest, st.st_mtime, st.st_ctime)
 
     if os.path.isdir(path):
-        for name in list_files(path):
+        for name in list_files_below(path):
             add(name, os.path.join(path, name))
     else:
         add("", path)
@@ -121,11 +122,11 @@ def take_fingerprint(path: str) -> tuple[str, float] | None:
     return blake3(repr(sorted(files)).encode("utf-8", "surrogatepass")).hexdigest(length=16), newest
 
 
-def family(name: str) -> str:
-    """Return what the names of saves of one kind have in common: "checkpoint-#"."""
+def to_name_family(name: str) -> str:
+    """Return a name with every number replaced by "#": "checkpoint-#". Saves of one kind have equal families."""
     return re.sub(r"\d+", "#", name)
 
 
-def list_files(folder: str) -> list[str]:
-    """List all files in a folder and below it, by their relative names."""
+def list_files_below(folder: str) -> list[str]:
+    """Return the paths of all files in a folder and below it, relative to it."""
     return [os.path.relpath(os.path.join(where, name), folder) for where, _, names in os.walk(folder) for name in names]

@@ -41,14 +41,14 @@ from ckpttool.index.checkpoint import (
     TensorEntry,
     Value,
     joined,
-    of_rank,
+    make_per_rank_path,
     same_value,
 )
 from ckpttool.index.composites import shape_of
-from ckpttool.index.names import canonical
+from ckpttool.index.names import make_canonical_state
 from ckpttool.index.paths import is_number_text
 from ckpttool.index.records import Extent, Record, Records
-from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_orders, late, with_tree_of
+from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, find_by_trainer, known_orders, late
 from ckpttool.program import Advice, ForTrainer, Program, SeenFolder, Unfinished
 from ckpttool.storage.overlay import LostBytes
 from ckpttool.storage.source import Source
@@ -56,8 +56,8 @@ from ckpttool.storage.source import Source
 from ..options import MeshOptions
 from ..rank_files import DifferentCopy, record_other_copies
 from .dcp_metadata import Index, read_index
-from .items import Items, SubclassFound, read_known
-from .object_items import items_are_short, list_ends, read_object
+from .items import Items, SubclassFound, make_item_reader
+from .object_items import has_short_items, list_item_ends, read_subclass_object
 
 __all__ = ["LAYOUTS"]
 
@@ -86,10 +86,11 @@ def detect(where: Place) -> tuple[bool, str]:
 
 
 def read(where: Place, options: ReadOptions) -> Checkpoint:
-    """Return the index of a folder; values are read, tensor items are not looked into.
+    """Return the index of a DCP folder. Values are read; items of tensors are not opened (`locate` does that), except
+    those of tensor subclasses.
 
     Raises:
-        Corrupt: files are missing or damaged, or two keys stand for the same place.
+        Corrupt: files are missing or damaged, or two keys have the same path.
         Unsafe: reading it would run code or take too much memory. Unsupported: it has something ckpttool cannot read.
     """
     source = where.source
@@ -110,21 +111,21 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     try:
         sizes = [source.size(f) for f in index.files]
     except Corrupt:
-        _refuse_lost(source, index)
+        _refuse_missing_files(source, index)
         raise
     entries: list[tuple[str, Path, TensorEntry]] = []
     for key, dtype, shape, chunks in index.tensors:
-        path = _path_of(index, key)
+        path = _look_up_path(index, key)
         entry = TensorEntry(dtype, shape, path, chunks, "torch.save")
         if index.transforms:
             kinds = {tuple(index.transforms.get(f, ())) for f in chunks.file}
-            entry = replace(entry, coding=_coding_of(kinds, key))
+            entry = replace(entry, coding=_determine_coding(kinds, key))
         entries.append((key, path, entry))
-    short = {path for _, path, entry in entries if items_are_short(entry)}
-    source.prefetch(list_ends((entry for _, path, entry in entries if path in short), index.files))
+    short = {path for _, path, entry in entries if has_short_items(entry)}
+    source.prefetch(list_item_ends((entry for _, path, entry in entries if path in short), index.files))
     for key, path, entry in entries:
         try:
-            of_subclass = read_object(source, index.files, sizes, entry, records) if path in short else None
+            of_subclass = read_subclass_object(source, index.files, sizes, entry, records) if path in short else None
         except LostBytes:  # only of a damaged checkpoint that is salvaged
             of = ", ".join(sorted({index.files[f] for f in entry.chunks.file}))
             lost[joined(path)] = f"a part of it is in the lost bytes of {of}"
@@ -134,21 +135,21 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     ranks = {i: int(m[1]) for i, f in enumerate(index.files) if (m := re.match(r"__(\d+)_", f))}
     source.prefetch((index.files[f], at, min(n, _VALUE_HEAD)) for _, f, at, n, _ in index.values)
     for key, file, offset, length, transforms in index.values:
-        _coding_of({tuple(transforms)}, key)
+        _determine_coding({tuple(transforms)}, key)
         try:
-            found, sums = _read_value(source, index, _path_of(index, key), file, offset, length, bool(transforms))
+            found, sums = _read_value(source, index, _look_up_path(index, key), file, offset, length, bool(transforms))
         except LostBytes:  # only of a damaged checkpoint that is salvaged
-            lost[joined(_path_of(index, key))] = f"it is in the lost bytes of {index.files[file]}"
+            lost[joined(_look_up_path(index, key))] = f"it is in the lost bytes of {index.files[file]}"
             continue
         if key in seen:  # per-rank metadata: every rank stores its own
-            if _are_equal((found, sums), seen[key]):
+            if _is_same_value_of_ranks((found, sums), seen[key]):
                 continue
-            found = {("extra", *of_rank(ranks.get(file, file), p)): x for p, x in found.items()}
+            found = {("extra", *make_per_rank_path(ranks.get(file, file), p)): x for p, x in found.items()}
         seen.setdefault(key, (found, sums))
         records.extend(sums)
         for path, leaf in found.items():
             _put_leaf(leaves, keys, path, key, leaf)
-    named = canonical(
+    named = make_canonical_state(
         leaves,
         shape_of,
         options.like and options.like.optimizer,
@@ -160,20 +161,22 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     out.records, out.ranks, out.spreads_tensors = records, ranks, True
     out.salvage = Salvage(missing=lost) if lost else None
     if not options.salvage:
-        out.tails, notes = _find_uncovered(source, index, sizes)
+        out.tails, notes = _find_unlisted_bytes(source, index, sizes)
         out.notes = [*out.notes, *notes]
-    ends_of = {item: _read_end(source, index, item) for pair in index.copies for item in pair}
+    ends_of = {item: _read_item_end(source, index, item) for pair in index.copies for item in pair}
     record_other_copies([DifferentCopy("", b.file, a) for a, b in index.copies if ends_of[a] != ends_of[b]], out)
-    _count_milestones(out)
+    _restore_milestone_counters(out)
     return out
 
 
-def _find_uncovered(source: Source, index: Index, sizes: list[int]) -> tuple[dict[int, int], list[str]]:
-    """Return ({number of a file: bytes behind its last item}, notes on bytes between items), by the index alone.
+def _find_unlisted_bytes(source: Source, index: Index, sizes: list[int]) -> tuple[dict[int, int], list[str]]:
+    """Find bytes of data files that no item of the index covers. `sizes` are the bytes of each file of the index.
 
     The writers of torch and of Megatron-Core truncate a file and write items back to back (filesystem.py,
-    _write_files_from_queue), but for files of safetensors, in which offsets mean nothing. `sizes` are the bytes of
-    each file of the index.
+    _write_files_from_queue). Files of safetensors are passed over: their offsets in the index mean nothing.
+
+    Returns:
+        ({number of a file: bytes behind its last item}, notes on bytes between items).
     """
     last, covered = [0] * len(sizes), [0] * len(sizes)
     items: Iterable[Iterable[tuple[int, int, int]]] = (
@@ -197,23 +200,24 @@ def _find_uncovered(source: Source, index: Index, sizes: list[int]) -> tuple[dic
     return {f: sizes[f] - last[f] for f in odd if last[f] < sizes[f]}, notes
 
 
-def _read_end(source: Source, index: Index, item: Extent) -> bytes:
+def _read_item_end(source: Source, index: Index, item: Extent) -> bytes:
     """Read the last bytes of an item, at most 1 KiB: of torch.save's, they hold the CRC32s of its records."""
     n = min(item.length, _END)
     return source.read(index.files[item.file], item.offset + item.length - n, n)
 
 
-def _are_equal(a: tuple[dict[Path, Any], list[Record]], b: tuple[dict[Path, Any], list[Record]]) -> bool:
-    """Return whether two ranks have the same value under a key. Each is ({path: leaf}, CRC32s of the tensors in it, in
-    order); tensors are compared by these alone."""
+def _is_same_value_of_ranks(a: tuple[dict[Path, Any], list[Record]], b: tuple[dict[Path, Any], list[Record]]) -> bool:
+    """Return whether two ranks have the same value under a key. Each value is ({path: leaf}, CRC32s of the tensors in
+    it, in order); tensors are compared by their CRC32s and lengths alone."""
     plain = [{p: x for p, x in leaves.items() if not isinstance(x, TensorEntry)} for leaves, _ in (a, b)]
     sums = [[(r.extent.length, r.crc32) for r in records] for _, records in (a, b)]
     return a[0].keys() == b[0].keys() and same_value(*plain) and sums[0] == sums[1]
 
 
-def _count_milestones(ckpt: Checkpoint) -> None:
-    """Make milestones of schedulers the Counter again that torch's MultiStepLR looks its steps up in
-    (torch/optim/lr_scheduler.py): DCP has an entry for each, scheduler.milestones.30, whose key is text."""
+def _restore_milestone_counters(ckpt: Checkpoint) -> None:
+    """Replace milestones of schedulers by the `collections.Counter` in which torch's MultiStepLR looks steps up
+    (torch/optim/lr_scheduler.py), in place. DCP has one entry per milestone, scheduler.milestones.30, whose key is
+    text."""
     found: dict[Path, dict[int, int]] = {}
     for v in ckpt.values.values():
         *head, key = v.path
@@ -232,17 +236,17 @@ def _count_milestones(ckpt: Checkpoint) -> None:
             ckpt.values[joined(path)] = Value(path, counter)
 
 
-def _refuse_lost(source: Source, index: Index) -> None:
-    """Refuse a folder that lacks files that .metadata names; do nothing where all are there.
+def _refuse_missing_files(source: Source, index: Index) -> None:
+    """Raise if data files that .metadata names are missing from the folder.
 
     Raises:
-        Corrupt: with the files, and the names of tensors and values that were in them.
+        Corrupt: with the files, and the names of the tensors and values that were in them.
     """
     gone = {i for i, f in enumerate(index.files) if not source.exists(f)}
     if not gone:
         return
-    lost = [joined(_path_of(index, key)) for key, _, _, chunks in index.tensors if gone & set(chunks.file)]
-    values = [joined(_path_of(index, key)) for key, file, *_ in index.values if file in gone]
+    lost = [joined(_look_up_path(index, key)) for key, _, _, chunks in index.tensors if gone & set(chunks.file)]
+    values = [joined(_look_up_path(index, key)) for key, file, *_ in index.values if file in gone]
     files = ", ".join(sorted(index.files[i] for i in gone))
     names = ", ".join(
         [
@@ -260,8 +264,8 @@ def _refuse_lost(source: Source, index: Index) -> None:
     )
 
 
-def _path_of(index: Index, key: str) -> Path:
-    """Return the path of a flat key; the key itself where planner_data does not have it."""
+def _look_up_path(index: Index, key: str) -> Path:
+    """Return the path of a flat key, by planner_data; (key,) if planner_data does not have it."""
     return tuple(index.paths.get(key) or (key,))
 
 
@@ -279,15 +283,15 @@ def _put_leaf(leaves: dict[Path, Any], keys: dict[Path, str], path: Path, key: s
     leaves[path], keys[path] = leaf, key
 
 
-def _coding_of(kinds: set[tuple[str, ...]], key: str) -> str:
-    """Return how the items of a tensor are framed ("torch.save" or "torch.save+zstd"), one way for all of them.
+def _determine_coding(kinds: set[tuple[str, ...]], key: str) -> str:
+    """Return how the items of a tensor are framed, "torch.save" or "torch.save+zstd"; all must be framed alike.
 
     Args:
-        kinds: the transforms that its files went through, such as ("stream.zstd",); () is none.
+        kinds: the transforms of the files that hold the items, such as ("stream.zstd",); () is none.
         key: flat key of the tensor, for the message.
 
     Raises:
-        Unsupported: they were framed in several ways, or in an unknown one.
+        Unsupported: they are framed in several ways, or in an unknown one.
     """
     if kinds == {()}:
         return "torch.save"
@@ -299,14 +303,20 @@ def _coding_of(kinds: set[tuple[str, ...]], key: str) -> str:
 def _read_value(
     source: Source, index: Index, path: Path, file: int, offset: int, length: int, zstd: bool
 ) -> tuple[dict[Path, Any], list[Record]]:
-    """Return ({path: leaf} of what a bytes item holds, the CRC32s of the tensors in it).
+    """Read a bytes item.
 
     Args:
-        path: of the value. A plain value is one leaf, at that path; one with tensors in it has its leaves below.
+        source: the folder.
+        index: its index, for the names of files.
+        path: path of the value. A plain value is one leaf at that path; a value with tensors in it has its leaves
+            below.
         file: number of the file.
         offset: where the item begins, in bytes.
         length: its bytes in the file.
         zstd: whether it is one zstd frame.
+
+    Returns:
+        ({path: leaf}, the CRC32s of the tensors in the value).
 
     Raises:
         Corrupt: it is cut off or damaged. Unsafe: its pickle would run code. Unsupported: it is larger than 256 MiB.
@@ -334,18 +344,19 @@ def _read_value(
 
         return {path: stored_tensors.inline_tensors(torch_zip.read(unpacked, 0, len(data), what), unpacked, what)}, []
     head = source.read(name, offset, min(length, _VALUE_HEAD))
-    read_at = read_known(source, name, offset, length, head, b"")
+    read_at = make_item_reader(source, name, offset, length, head, b"")
     tree = torch_zip.read(read_at, offset, length, what)
-    if next(stored_tensors.tensors_in(tree), None) is None:
+    if next(stored_tensors.iter_tensors(tree), None) is None:
         return {path: tree}, []
-    return stored_tensors.leaves(tree, path, file, read_at, what)
+    return stored_tensors.read_leaves(tree, path, file, read_at, what)
 
 
 # -------------------------------------------------------------------------------------------------------- locating
 
 
 def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
-    """Return the index with raw byte ranges: every item's zip is looked into and must agree with .metadata.
+    """Return the index with raw byte ranges: the zip of every item is parsed and must agree with .metadata. In a store
+    most items are parsed only when they are read (`Items.assume`).
 
     Raises:
         Corrupt: an item is cut off, overwritten, of another dtype or shape, or shares its bytes with another.
@@ -360,22 +371,22 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
     if source.proves_later:  # in a store
         files = sorted({f for t in plain.values() for f in t.chunks.file})
         source.prefetch((ckpt.files[f], 0, min(9, source.size(ckpt.files[f]))) for f in files)
-        headers = {f: _slots_of(source, ckpt.files[f]) for f in files}
+        headers = {f: _read_safetensors_slots(source, ckpt.files[f]) for f in files}
         items.assume({n: t for n, t in plain.items() if all(headers[f] is None for f in set(t.chunks.file))})
     else:
-        source.prefetch(list_ends(plain.values(), ckpt.files))
+        source.prefetch(list_item_ends(plain.values(), ckpt.files))
     for name, t in ckpt.tensors.items():
         if t.coding == "raw":
             tensors[name] = t
             continue
         for file in set(t.chunks.file):
             if file not in headers:
-                headers[file] = _slots_of(source, ckpt.files[file])
+                headers[file] = _read_safetensors_slots(source, ckpt.files[file])
         if not any(headers[file] is not None for file in set(t.chunks.file)):
             try:
                 chunks = items.locate(name, t)
             except SubclassFound:  # a small one, longer than the tensor that it shows
-                found_object = read_object(source, ckpt.files, ckpt.sizes, t, items.records)
+                found_object = read_subclass_object(source, ckpt.files, ckpt.sizes, t, items.records)
                 for path, leaf in found_object.leaves().items() if found_object else ():
                     if isinstance(leaf, TensorEntry):
                         tensors[joined(path)] = leaf
@@ -387,18 +398,19 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
             for k, c in enumerate(t.chunks):
                 slots = headers[c.extent.file]
                 if slots is not None:
-                    found = _chunk_of_slot(slots, name, t, c, ckpt.files[c.extent.file])
+                    found = _locate_chunk_in_slots(slots, name, t, c, ckpt.files[c.extent.file])
                 else:
                     found = items.locate(name, replace(t, chunks=Chunks.of(t.chunks.ndim, t.chunks[k : k + 1])))[0]
                 chunks.add(*found[:2], *found.extent, strides=found.strides, zstd=found.zstd)
         tensors[name] = replace(t, chunks=chunks, coding="raw", wrapper=items.wrappers.get(name, ""))
-    _refuse_shared(ckpt, tensors)
+    _refuse_overlapping_chunks(ckpt, tensors)
     return replace(ckpt, tensors=tensors, values=values, records=items.records)
 
 
-def _slots_of(source: Source, file: str) -> dict[str, safetensors_header.Slot] | None:
-    """Return {name: dtype, shape and place} of a file of safetensors; None of any other file."""
-    return safetensors_header.slots(source, file) if _is_safetensors(source, file) else None
+def _read_safetensors_slots(source: Source, file: str) -> dict[str, safetensors_header.Slot] | None:
+    """Return {name: slot (dtype, shape, offset, length)} of a safetensors file; None if the file is no safetensors
+    file."""
+    return safetensors_header.read_slots(source, file) if _is_safetensors(source, file) else None
 
 
 def _is_safetensors(source: Source, file: str) -> bool:
@@ -407,12 +419,14 @@ def _is_safetensors(source: Source, file: str) -> bool:
     return len(head) == 9 and head[8:] == b"{" and head[:2] != b"PK"
 
 
-def _chunk_of_slot(slots: dict[str, safetensors_header.Slot], name: str, t: TensorEntry, c: Chunk, file: str) -> Chunk:
-    """Return chunk `c` of a tensor with the place that a safetensors file has for it.
+def _locate_chunk_in_slots(
+    slots: dict[str, safetensors_header.Slot], name: str, t: TensorEntry, c: Chunk, file: str
+) -> Chunk:
+    """Return chunk `c` of a tensor with its byte range in a safetensors file.
 
     Args:
-        slots: {name: dtype, shape and place} of the header of that file.
-        name: of the tensor; the file may have it without "model." or whatever comes first.
+        slots: {name: slot} of the header of that file.
+        name: name of the tensor; the file may have it without the first component of the name ("model.").
         t: the tensor, by .metadata.
         c: the chunk.
         file: name of the file, for messages.
@@ -433,11 +447,11 @@ def _chunk_of_slot(slots: dict[str, safetensors_header.Slot], name: str, t: Tens
     return c._replace(extent=Extent(c.extent.file, slot.offset, slot.length))
 
 
-def _refuse_shared(ckpt: Checkpoint, tensors: dict[str, TensorEntry]) -> None:
-    """Refuse `tensors` of which two chunks share bytes: DCP writes every chunk separately.
+def _refuse_overlapping_chunks(ckpt: Checkpoint, tensors: dict[str, TensorEntry]) -> None:
+    """Raise if byte ranges of two chunks of `tensors` overlap: DCP writes every chunk separately.
 
     Raises:
-        Corrupt: with the first two.
+        Corrupt: with the first two such chunks.
     """
     spans: list[list[tuple[int, int, str]]] = [[] for _ in ckpt.files]
     for name, t in tensors.items():
@@ -455,10 +469,10 @@ def _refuse_shared(ckpt: Checkpoint, tensors: dict[str, TensorEntry]) -> None:
                 )
 
 
-def _next_step(advice: Advice) -> str:
-    """Return a text on what can be done with the folder next: by the trainer whose key layout it has, if one does, else
-    by torch."""
-    if (trainer := with_tree_of(advice.ckpt.trainer)) is not None:
+def _describe_next_step(advice: Advice) -> str:
+    """Return advice on what to do with the folder: that of the trainer whose key layout it has; otherwise the commands
+    for an adapter, or for torch and transformers."""
+    if (trainer := find_by_trainer(advice.ckpt.trainer)) is not None:
         return trainer.program.next_step(advice)
     if advice.adapter is not None:
         return advice.extract_adapter()
@@ -467,18 +481,19 @@ def _next_step(advice: Advice) -> str:
 
 
 def lacks_index(names: Sequence[str]) -> bool:
-    """Return whether the file names of a folder are those of a save that ended before its index was written."""
+    """Return whether file names in a folder are those of an interrupted save: data files or `.metadata.tmp`, and no
+    `.metadata`."""
     begun = any(n.endswith(".distcp") for n in names) or ".metadata.tmp" in names
     return begun and not any(map(_INDEX.fullmatch, names))
 
 
-def _unfinished(folder: SeenFolder) -> Unfinished | None:
-    """Return what a folder of a save lacks whose index was not written; None where it was, or the folder is not of
+def _find_unfinished_save(folder: SeenFolder) -> Unfinished | None:
+    """Return the evidence that a save did not finish, the missing .metadata; None if it is there or the folder is not
     DCP."""
     return Unfinished("no .metadata, which is written last") if lacks_index(folder.names) else None
 
 
-def _is_export(source: Source) -> bool:
+def _is_model_export(source: Source) -> bool:
     """Return whether a folder holds a model and nothing else, as torchtitan exports it at its last step. One that
     cannot be read is no export."""
     try:
@@ -568,11 +583,11 @@ LAYOUTS = (
         sharding="fsdp2",
         program=Program(
             rows=_ROWS,
-            next_step=_next_step,
+            next_step=_describe_next_step,
             without_weights=", or move this folder and that of the weights into one",
             is_piece=lambda source, name: _FILES.fullmatch(name) is not None,
-            unfinished=_unfinished,
-            is_export=_is_export,
+            unfinished=_find_unfinished_save,
+            is_export=_is_model_export,
             resumed_by=(ForTrainer("torch", "a loop of your own, with dcp.load", canonical_keys=True),),
         ),
     ),

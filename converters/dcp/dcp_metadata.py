@@ -97,8 +97,7 @@ class _Stored:
         self.starts.extend(start or ())
 
     def add(self, file: int, offset: int, length: int, transforms: Sequence[str] | None) -> None:
-        """Append where an item is: the number of its file, its first byte there, its bytes, and what it went
-        through."""
+        """Append an item: the number of its file, its offset there, its length in bytes, and its transforms."""
         if transforms:
             self.transforms[len(self.file)] = transforms
         self.file.append(file)
@@ -110,8 +109,8 @@ class _Stored:
 _ITEM_FIELDS = ({"relative_path", "offset", "length"}, {"relative_path", "offset", "length", "transform_descriptors"})
 
 
-def _no_boxes() -> BoxRun:
-    """Return a run of no chunks."""
+def _make_empty_box_run() -> BoxRun:
+    """Return a `BoxRun` without chunks."""
     return BoxRun(0, array("q"), array("q"), set())
 
 
@@ -128,7 +127,7 @@ class _Tensor(_Bound, _Inert):
     __slots__ = ()
 
     def __setstate__(self, state: Any) -> None:
-        """Take the boxes as this tensor's chunks.
+        """Make the boxes collected since the last tensor the chunks of this one.
 
         Raises:
             Corrupt: some belong to another tensor, or to none.
@@ -145,7 +144,7 @@ class _Tensor(_Bound, _Inert):
         if n < collect.boxes.rows:
             raise Corrupt(f"{collect.boxes.rows} chunks, of which {n} belong to a tensor", code="CKPT0406")
         self.state = (state["properties"], state["size"], collect.boxes)
-        collect.boxes = _no_boxes()
+        collect.boxes = _make_empty_box_run()
         collect.built[0] += 1
 
 
@@ -165,7 +164,8 @@ class _Single(_Bound, pickles.SharedStandIn):
     __slots__ = ()
 
     def __new__(cls, *args: Any) -> _Single:
-        """Return the one instance; another one inside a plan of a saver.
+        """Return the instance for collected objects; inside a plan of a saver, the instance for objects that are not
+        collected.
 
         Raises:
             Corrupt: the pickle gives it arguments.
@@ -203,7 +203,7 @@ class _Place(_Single):
     __slots__ = ()
 
     def __setstate__(self, state: Any) -> None:
-        """Take the flat key and the start of the chunk whose item comes next.
+        """Append a place to the collector: the flat key and the start of the chunk whose item comes next.
 
         Raises:
             TypeError: the key is not text.
@@ -225,7 +225,7 @@ class _Item(_Single):
     __slots__ = ()
 
     def __setstate__(self, state: Any) -> None:
-        """Append where an item is to the columns of the key taken last.
+        """Append the file, offset and length of an item to the columns of the place before it.
 
         Raises:
             Corrupt: its fields are not those of torch, or no place came before it. TypeError: a field is of another
@@ -288,21 +288,21 @@ class _Collector:
     """Stand-ins for the classes in one .metadata, which collect the content of its million objects in columns.
 
     A class that occurs once per chunk has a single instance, whose __setstate__ appends a row: the unpickler
-    builds a tensor's chunks right before the tensor, and an item's place right before the item. `_columns` checks
-    this by counting.
+    builds a tensor's chunks right before the tensor, and an item's place right before the item. `_join_collected`
+    checks this by counting.
 
     Megatron-Core's savers put the plans of all ranks (`all_local_plans`, a list of SavePlan) behind the fields of
     torch, and nvidia-resiliency-ext may keep them in planner_data (its pull request 353); they name every chunk and
     place once more. Inside a plan each class has another single instance, which forgets its state. So nothing of the
     plans can be part of what is collected: a plan inside an object that was begun before it is refused, and so is an
-    object that is begun in a plan and set behind it; `_Tensor` and `_check_storage` look whether chunks, places and
-    items are of the first kind of instance alone.
+    object that is begun in a plan and set behind it; `_Tensor` and `_check_storage_data` look whether chunks, places
+    and items are of the first kind of instance alone.
     """
 
     def __init__(self) -> None:
         """Make the empty columns, and the stand-ins that fill them: `stand_ins` {(module, class of torch):
         stand-in}."""
-        self.boxes = _no_boxes()  # those that belong to no tensor yet
+        self.boxes = _make_empty_box_run()  # those that belong to no tensor yet
         self.stored: dict[str, _Stored] = {}
         self.last = _Stored()
         self.files: dict[str, int] = {}
@@ -310,9 +310,9 @@ class _Collector:
         self.built: list[int] = [0, 0]  # tensors and values
         self.begun = 0  # objects of classes with a single instance whose state is still to come
         self.depth, self.planned = 0, False  # plans that have begun and not ended; whether there was one
-        box, place, item = self._bind(_Box), self._bind(_Place), self._bind(_Item)
-        planned, plan = self._bind(_Planned), self._bind(_Plan)
-        self.tensor_class = self._bind(_Tensor)
+        box, place, item = self._bind_stand_in(_Box), self._bind_stand_in(_Place), self._bind_stand_in(_Item)
+        planned, plan = self._bind_stand_in(_Planned), self._bind_stand_in(_Plan)
+        self.tensor_class = self._bind_stand_in(_Tensor)
         self.box_class, self.place_class, self.item_class = box, place, item
         self.instances: dict[type, _Single] = {cls: object.__new__(cls) for cls in (box, place, item)}
         self.spent: dict[type, _Single] = {cls: object.__new__(cls) for cls in (box, place, item)}
@@ -321,7 +321,7 @@ class _Collector:
         self.stand_ins: dict[tuple[str, str], Any] = {
             **_STAND_INS,
             (META, "TensorStorageMetadata"): self.tensor_class,
-            (META, "BytesStorageMetadata"): self._bind(_BytesCounted),
+            (META, "BytesStorageMetadata"): self._bind_stand_in(_BytesCounted),
             (META, "ChunkStorageMetadata"): box,
             (META, "MetadataIndex"): place,
             (pickles.ANY_MODULE, "_StorageInfo"): item,  # OLMo-core has a class of its own, with torch's fields
@@ -340,7 +340,7 @@ class _Collector:
         return found
 
     def number_of(self, file: str) -> int:
-        """Return the number of a data file."""
+        """Return the number of a data file; a new file gets the next one."""
         return self.files.setdefault(file, len(self.files))
 
     def add_boxes(self, run: BoxRun) -> None:
@@ -353,7 +353,7 @@ class _Collector:
         self.boxes = self.boxes._replace(rows=self.boxes.rows + run.rows, dims=self.boxes.dims | run.dims)
 
     def add_places(self, run: PlaceRun) -> None:
-        """Collect items that follow each other.
+        """Append a run of items to the columns of their flat keys.
 
         Raises:
             Corrupt: a place before them has no item.
@@ -369,14 +369,16 @@ class _Collector:
         self.places, self.items = self.places + len(run), self.items + len(run)
 
     def load_large(self, pickle: RecordCutter) -> Any:
-        """Unpickle what was cut, and collect; return the object at the top."""
+        """Unpickle what `RecordCutter` leaves of .metadata, collect the records that it cuts out, and return the object
+        at the top of the pickle."""
         return pickles.load_large(pickle, self.stand_ins, lambda number: self.collect_run(pickle.take(number)))
 
     def collect_run(self, run: Any) -> Any:
-        """Collect what was cut out of a pickle, unless it is inside a plan, and return what stands for it there.
+        """Collect an object that was cut out of the pickle, unless it is inside a plan, and return the object that the
+        unpickler gets in its place.
 
         Raises:
-            Corrupt: something other than a plan refers to it again.
+            Corrupt: an object that is no plan refers to a part of a record.
         """
         if isinstance(run, BoxRun):
             if self.depth:
@@ -404,8 +406,8 @@ class _Collector:
             raise Corrupt("a plan of a saver is inside another field of .metadata", code="CKPT0406")
         self.depth, self.planned = self.depth + by, True
 
-    def _bind(self, cls: type[T]) -> type[T]:
-        """Return a subclass of a stand-in that has this collector as its attribute `collect`."""
+    def _bind_stand_in(self, cls: type[T]) -> type[T]:
+        """Return a subclass of a stand-in class whose attribute `collect` is this collector."""
         return type(cls.__name__[1:], (cls,), {"__slots__": (), "collect": self})
 
 
@@ -415,7 +417,9 @@ _STAND_INS: dict[tuple[str, str], Any] = {
     (META, "TensorProperties"): _Properties,
     (META, "StorageMeta"): _Inert,
     (META, "_MEM_FORMAT_ENCODING"): _MemoryFormat,
-    **pickles.enum_members((_MemoryFormat, {name: _MemoryFormat(k) for k, name in enumerate(pickles.MEMORY_FORMATS)})),
+    **pickles.make_enum_stand_ins(
+        (_MemoryFormat, {name: _MemoryFormat(k) for k, name in enumerate(pickles.MEMORY_FORMATS)})
+    ),
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): _Inert,
     ("collections", "OrderedDict"): pickles.PLAIN["collections", "OrderedDict"],
@@ -430,10 +434,10 @@ for _dtype in ITEMSIZE:
 class Index:
     """The content of .metadata, in columns: `tensors` (flat key, dtype, shape, chunks); chunk k of a tensor is item k.
 
-    `paths` {flat key: path}; `values` (flat key, file, offset, length, transforms); `zstd` and `files` by index.
-    `copies` (kept item, item) of one part of a tensor, as (file, offset, length): per-rank metadata list what is
-    replicated again. `whole` {flat key: shape} of tensors that Megatron-Core before 0.14 cut into boxes and those into
-    flat ranges.
+    `paths` {flat key: path}; `values` (flat key, file, offset, length, transforms); `transforms` {number of a file:
+    transforms}; `files` by number. `copies` (kept item, item) of one part of a tensor, as (file, offset, length):
+    per-rank metadata list what is replicated again. `whole` {flat key: shape} of tensors that Megatron-Core before 0.14
+    cut into boxes and those into flat ranges.
     """
 
     def __init__(self) -> None:
@@ -446,8 +450,8 @@ class Index:
         self.whole: dict[str, list[int]] = {}
 
     def to_parts(self) -> Iterator[bytes | memoryview]:
-        """Yield the index as the child process hands it on: a JSON line with everything small, then the columns.
-        `copies` are not in it: only metadata of several files has any."""
+        """Yield the bytes of the encoded index, as the child process returns it: a JSON line with everything small,
+        then the columns of chunks. `copies` are left out: only metadata of several files has any."""
         head = {
             "files": self.files,
             "tensors": [(k, d, s, len(c)) for k, d, s, c in self.tensors],
@@ -489,10 +493,10 @@ class Index:
 
 
 def read_index_in_child(path: str) -> Iterator[bytes | memoryview]:
-    """Return the index of one .metadata file, as `Index.to_parts` encodes it; runs in a limited child process.
+    """Read one .metadata file and return its index, encoded by `Index.to_parts`; runs in a limited child process.
 
-    It uses the C unpickler, for what is no record of a chunk or an item. If `path` is absolute, it is a local file; if
-    not, the file's bytes come by stdin and the path is for messages.
+    Records of chunks and items are cut out first; the C unpickler reads the rest. If `path` is absolute, it is a local
+    file; if not, the file's bytes come from stdin and the path is for messages.
     """
     collector = _Collector()
     file: Any = open(path, "rb") if os.path.isabs(path) else sys.stdin.buffer  # noqa: SIM115
@@ -531,26 +535,33 @@ def read_index(source: Source) -> Index:
 
 
 def _build_index(tops: list[tuple[Any, _Collector]], what: str) -> Index:
-    """Make the index of what was unpickled; whatever does not fit the classes of torch is damage.
+    """Build the index from unpickled objects. Whatever does not fit the classes of torch is damage.
 
     Args:
-        tops: of each file, the object at the top of its pickle, and what was collected below it.
+        tops: for each file, the object at the top of its pickle and the collector that filled while it was read.
         what: name of the file in messages.
 
     Raises:
         Corrupt: it does not fit. Unsafe: a name is there twice. Unsupported: it has a class that is not known.
     """
     try:
-        return _columns(tops, what)
+        return _join_collected(tops, what)
     except (TypeError, AttributeError, KeyError, ValueError, OverflowError) as e:
         raise Corrupt(
             f"{what}: not the metadata of a DCP checkpoint ({type(e).__name__}: {e}).", code="CKPT0406"
         ) from None
 
 
-def _columns(tops: list[tuple[Any, _Collector]], what: str) -> Index:
-    """Join what was collected from one or several files (`tops`: the top object and the collector of each) into an
-    index; `what` names the file in messages."""
+def _join_collected(tops: list[tuple[Any, _Collector]], what: str) -> Index:
+    """Join what was collected from one or several metadata files into one index.
+
+    Args:
+        tops: the top object and the collector of each file.
+        what: name of the file in messages.
+
+    Raises:
+        Corrupt, Unsafe, Unsupported: as `_build_index`.
+    """
     out = Index()
     files: dict[str, int] = {}
     tensors: dict[str, tuple[str, tuple[int, ...], Chunks]] = {}
@@ -560,7 +571,7 @@ def _columns(tops: list[tuple[Any, _Collector]], what: str) -> Index:
                 f"{what}: holds a {type(top).__name__}, not the metadata of a DCP checkpoint.", code="CKPT0406"
             )
         state = top.state
-        _check_storage(state, collector, what)
+        _check_storage_data(state, collector, what)
         for key, more in (state.get("mcore_data") or {}).items():
             if (shape := more.get("nd_reformulated_orig_global_shape")) is not None:
                 if not isinstance(shape, (tuple, list)) or not all(type(n) is int for n in shape):
@@ -570,7 +581,7 @@ def _columns(tops: list[tuple[Any, _Collector]], what: str) -> Index:
                     )
                 out.whole[key] = list(shape)
         _read_paths(state, collector, out, what)
-        _refuse_twice_listed(state["state_dict_metadata"].values(), collector, what)
+        _refuse_duplicate_entries(state["state_dict_metadata"].values(), collector, what)
         numbers = [files.setdefault(name, len(files)) for name in collector.files]  # this file's -> all files'
         _read_entries(state["state_dict_metadata"], collector, numbers, tensors, out, what)
     order = [k for k in out.paths if k in tensors] + [k for k in tensors if k not in out.paths]
@@ -581,7 +592,7 @@ def _columns(tops: list[tuple[Any, _Collector]], what: str) -> Index:
     return out
 
 
-def _check_storage(state: dict[str, Any], collector: _Collector, what: str) -> None:
+def _check_storage_data(state: dict[str, Any], collector: _Collector, what: str) -> None:
     """Refuse storage_data of classes that are not known, or with other objects than those that were collected.
 
     Args:
@@ -647,8 +658,9 @@ def _read_paths(state: dict[str, Any], collector: _Collector, out: Index, what: 
     _refuse_mixed_paths(out.paths, what)
 
 
-def _refuse_twice_listed(entries: Collection[Any], collector: _Collector, what: str) -> None:
-    """Refuse a file that describes more entries than it has names for: what the C unpickler does not say of itself.
+def _refuse_duplicate_entries(entries: Collection[Any], collector: _Collector, what: str) -> None:
+    """Raise if a file describes more entries than it has names. The C unpickler keeps the last of two equal names
+    silently.
 
     Args:
         entries: values of state_dict_metadata.
@@ -679,9 +691,9 @@ def _read_entries(
     """Add the tensors and values of one file to `tensors` and `out`.
 
     Args:
-        entries: state_dict_metadata, {flat key: what it describes}.
+        entries: state_dict_metadata, {flat key: its description}.
         collector: what was collected from this file.
-        numbers: by number of a data file in this metadata file, its number among those of all.
+        numbers: {number of a data file in this metadata file: its number among those of all}, as a list.
         tensors: {flat key: (dtype, shape, chunks)} so far.
         out: the index so far; gets values, transforms, and copies of what an earlier file listed.
         what: name of the file in messages.
@@ -697,7 +709,7 @@ def _read_entries(
             if not stored.file:
                 raise Corrupt(f'{what}: "{key}" is listed but stored nowhere.', code="CKPT0408")
             if len(stored.file) > 1:
-                raise Unsafe(_stored_twice(what, key), code="CKPT0703")
+                raise Unsafe(_describe_duplicate_item(what, key), code="CKPT0703")
             row = (numbers[stored.file[0]], stored.offset[0], stored.length[0])
             if key not in tensors:
                 out.values.append((key, *row, list(stored.transforms.get(0, ()))))
@@ -719,14 +731,14 @@ def _read_entries(
 
 
 def _refuse_mixed_paths(paths: Mapping[str, Sequence[str | int]], what: str) -> None:
-    """Refuse paths that make something a list and a dict at once. torch's planner loads only one of the two.
+    """Raise if paths make one container both a list and a dict, of which torch's planner loads only one.
 
     Args:
         paths: {flat key: path}.
         what: name of the file in messages.
 
     Raises:
-        Corrupt: with one of them.
+        Corrupt: with the first such path.
     """
     lists = {tuple(path[:i]) for path in paths.values() for i, part in enumerate(path) if type(part) is int}
     depths = {len(above) for above in lists}
@@ -741,9 +753,13 @@ def _refuse_mixed_paths(paths: Mapping[str, Sequence[str | int]], what: str) -> 
                 )
 
 
-def _stored_twice(what: str, key: str) -> str:
-    """Return the message for a part of an entry that is stored in two places. `what` names the file, `key` the
-    entry."""
+def _describe_duplicate_item(what: str, key: str) -> str:
+    """Return the error message for a part of an entry that is stored in two places.
+
+    Args:
+        what: name of the file.
+        key: flat key of the entry.
+    """
     return (
         f'{what}: storage_data has two places for the same part of "{key}", and the first is lost to whoever loads it. '
         "Take another copy of the checkpoint."
@@ -753,17 +769,18 @@ def _stored_twice(what: str, key: str) -> str:
 def _join_chunks(
     key: str, state: Any, stored: _Stored, numbers: list[int], what: str
 ) -> tuple[str, tuple[int, ...], Chunks]:
-    """Return (dtype, shape, chunks) of one tensor, each chunk with the item that is stored for its place.
+    """Return (dtype, shape, chunks) of one tensor; each chunk gets the file, offset and length of its item.
 
     Args:
         key: its flat key, for messages.
         state: (properties, size, boxes) of it.
-        stored: the places of the items of this key.
-        numbers: by number of a data file in this metadata file, its number among those of all.
+        stored: the items of this key.
+        numbers: {number of a data file in this metadata file: its number among those of all}, as a list.
         what: name of the file in messages.
 
     Raises:
         Corrupt: a chunk is stored nowhere, or has another number of dimensions. Unsafe: one is stored twice.
+        Unsupported: the dtype is not known.
     """
     properties, size, run = state
     dtype = properties.state
@@ -780,15 +797,15 @@ def _join_chunks(
         raise Corrupt(f'{what}: chunks of "{key}" do not have {ndim} dimensions.', code="CKPT0406")
     chunks = Chunks(ndim)
     chunks.start, chunks.shape = run.starts, run.sizes
-    starts, places = _rows_of(run.starts, ndim, run.rows), _rows_of(stored.starts, ndim, len(stored.file))
+    starts, places = _iterate_rows(run.starts, ndim, run.rows), _iterate_rows(stored.starts, ndim, len(stored.file))
     rows = {place: k for k, place in enumerate(places)}
     if len(rows) < len(stored.file):
-        raise Unsafe(_stored_twice(what, key), code="CKPT0703")
+        raise Unsafe(_describe_duplicate_item(what, key), code="CKPT0703")
     found: Sequence[int] = range(run.rows)
     if run.starts != stored.starts or run.rows != len(rows):
         order = [rows.get(s) for s in starts]
         if None in order:
-            place = next(itertools.islice(_rows_of(run.starts, ndim, run.rows), order.index(None), None))
+            place = next(itertools.islice(_iterate_rows(run.starts, ndim, run.rows), order.index(None), None))
             raise Corrupt(f'{what}: the chunk of "{key}" at {place} is listed but stored nowhere.', code="CKPT0408")
         found = [k for k in order if k is not None]
     chunks.file.extend(numbers[stored.file[k]] for k in found)
@@ -800,6 +817,6 @@ def _join_chunks(
     return dtype, size, chunks
 
 
-def _rows_of(column: array[int], ndim: int, rows: int) -> Iterator[tuple[int, ...]]:
-    """Yield the rows of a flat column of `ndim` integers a row."""
+def _iterate_rows(column: array[int], ndim: int, rows: int) -> Iterator[tuple[int, ...]]:
+    """Yield the rows of a flat column, tuples of `ndim` integers; `rows` empty tuples if `ndim` is 0."""
     return zip(*[iter(column)] * ndim, strict=True) if ndim else itertools.repeat((), rows)

@@ -28,7 +28,7 @@ from ckpttool.index.records import Extent, Records
 from ckpttool.storage.frames import FrameRead, LaterRecord, Proof
 from ckpttool.storage.source import ReadAt, Source
 
-__all__ = ["HEAD", "TAIL", "Items", "SubclassFound", "Template", "make_template", "read_known", "read_windows"]
+__all__ = ["HEAD", "TAIL", "Items", "SubclassFound", "Template", "make_end_reader", "make_item_reader", "make_template"]
 
 HEAD, TAIL = 4096, 2048  # of an item, what is read: its zip's first records, and its directory
 _WINDOW = 64 << 10  # small items are read many at a time
@@ -63,13 +63,13 @@ class Template(NamedTuple):
     wrapper: str = ""
 
     def crc_of(self, head: bytes, tail: bytes, tail_at: int) -> int | None:
-        """Return the CRC32 of the payload of an item; None where the item differs from the one that the template was
-        made of in anything that counts.
+        """Return the CRC32 of the payload of an item, as its zip has it; None if the item differs from the template in
+        more than its payload.
 
         Args:
-            head: its first bytes.
+            head: the first bytes of the item.
             tail: its last bytes.
-            tail_at: byte of the item where `tail` begins.
+            tail_at: offset in the item at which `tail` begins.
         """
         if not head.startswith(self.head):
             return None
@@ -84,21 +84,21 @@ class Template(NamedTuple):
 def make_template(
     head: bytes, tail: bytes, length: int, found: stored_tensors.StoredTensor, base: int
 ) -> Template | None:
-    """Make a template of an item that was parsed; None of one that cannot have any.
+    """Make a template from a parsed item; None if other items cannot be recognised by it.
 
     Args:
-        head: its first bytes.
-        tail: its last bytes. With `head`, all that the parser may have looked at, or there is no template.
+        head: the first bytes of the item.
+        tail: its last bytes. Together with `head` they must be all that the parser looked at.
         length: bytes of the item.
         found: the tensor in it.
-        base: byte of the file where the item begins.
+        base: offset in the file at which the item begins.
     """
     start = found.storage.offset - base
     end = start + found.storage.length
     tail_at = length - len(tail)
     if start > len(head) or end < tail_at:
         return None
-    entries, directory_at = zip_bytes.directory_entries(read_windows(head, tail, length), length)
+    entries, directory_at = zip_bytes.read_directory_entries(make_end_reader(head, tail, length), length)
     varying: list[tuple[int, int]] = []  # (position, bytes) behind the payload that the parser does not look at
     crc_at = None
     for entry in entries:
@@ -137,9 +137,9 @@ def make_template(
     )
 
 
-def read_windows(head: bytes, tail: bytes, total: int) -> ReadAt:
-    """Return a function that reads (offset, bytes) from the first and the last bytes of something of `total` bytes. It
-    raises LookupError for any others."""
+def make_end_reader(head: bytes, tail: bytes, total: int) -> ReadAt:
+    """Return a function (offset, n) -> bytes that reads from the first bytes (`head`) and the last bytes (`tail`) of
+    `total` bytes. It raises LookupError for a range that is in neither."""
 
     def read_at(at: int, n: int) -> bytes:
         """Read `n` bytes from byte `at` of the whole.
@@ -157,10 +157,19 @@ def read_windows(head: bytes, tail: bytes, total: int) -> ReadAt:
     return read_at
 
 
-def read_known(source: Source, file: str, offset: int, length: int, head: bytes, tail: bytes) -> ReadAt:
-    """Return a function that reads (offset, bytes) of a file. It has the first and the last bytes of the item at
-    `offset`, of `length` bytes, already, and reads others from the source."""
-    here = read_windows(head, tail, length)
+def make_item_reader(source: Source, file: str, offset: int, length: int, head: bytes, tail: bytes) -> ReadAt:
+    """Return a function (offset in the file, n) -> bytes. The first and last bytes of one item are taken from memory,
+    everything else is read from the source.
+
+    Args:
+        source: the folder.
+        file: name of the file.
+        offset: where the item begins, in bytes.
+        length: its bytes.
+        head: its first bytes, which were read before.
+        tail: its last bytes, which were read before.
+    """
+    here = make_end_reader(head, tail, length)
 
     def read_at(at: int, n: int) -> bytes:
         try:
@@ -192,14 +201,14 @@ class Items:
         self._later: list[tuple[str, TensorEntry, int]] = []  # items that are looked into when they are read
 
     def assume(self, tensors: Mapping[str, TensorEntry]) -> None:
-        """Look into the first item of each kind, so that `locate` assumes of all others that their payloads begin at
-        the same byte of the item; and into one item of each file, so that its CRC32 tells the file from a copy of
-        another.
+        """Parse one sample item of each kind, so that `locate` may assume that the payloads of all others of the kind
+        begin at the same offset of the item. Also parse one item of each file, whose CRC32 tells the file from an
+        altered copy.
 
-        A kind are items of a dtype with as many bytes besides the numbers.
+        Items of one kind have the same dtype and the same number of bytes around the payload.
 
         Args:
-            tensors: all that are saved as plain items.
+            tensors: {name: tensor} of all tensors that are saved as plain items.
 
         Raises:
             Corrupt, Unsafe: as `locate`.
@@ -218,7 +227,7 @@ class Items:
                     of_file[file] = (*key, (name, t, k))
         samples |= {(file, offset): sample for file, (_, offset, sample) in of_file.items()}
         self._looked = set(samples)
-        self._announce((file, offset, t.chunks.length[k]) for (file, offset), (_, t, k) in samples.items())
+        self._prefetch_ends((file, offset, t.chunks.length[k]) for (file, offset), (_, t, k) in samples.items())
         for (file, offset), (name, t, k) in samples.items():
             length, shape = t.chunks.length[k], t.chunks.shape_of(k)
             nbytes = prod(shape) * ITEMSIZE[t.dtype]
@@ -230,32 +239,32 @@ class Items:
             usual = found is not None and found.contiguous and found.storage.length == nbytes and not found.wrapper
             at = found.extent[0] - offset if found is not None and usual else None
             self._assumed.setdefault((t.dtype, length - nbytes), at)
-        self._announce(
+        self._prefetch_ends(
             (file, offset, length)
             for t in tensors.values()
             for k, (file, offset, length) in enumerate(
                 zip(t.chunks.file, t.chunks.offset, t.chunks.length, strict=True)
             )
-            if (file, offset) not in self._looked and self._assumed[self._kind(t, k)] is None
+            if (file, offset) not in self._looked and self._assumed[self._get_kind(t, k)] is None
         )
 
-    def _kind(self, t: TensorEntry, k: int) -> tuple[str, int]:
-        """Return the kind of item number `k` of a tensor."""
+    def _get_kind(self, t: TensorEntry, k: int) -> tuple[str, int]:
+        """Return the kind of item number `k` of a tensor: (dtype, bytes of the item around its payload)."""
         return t.dtype, t.chunks.length[k] - prod(t.chunks.shape_of(k)) * ITEMSIZE[t.dtype]
 
-    def _announce(self, items: Iterable[tuple[int, int, int]]) -> None:
-        """Announce that the ends of items, (file, offset, bytes), will be read."""
+    def _prefetch_ends(self, items: Iterable[tuple[int, int, int]]) -> None:
+        """Prefetch the first and last bytes of items, which are given as (number of the file, offset, length)."""
         self.source.prefetch(
             (self.files[file], *end)
             for file, offset, length in items
             for end in (((offset, HEAD), (offset + length - TAIL, TAIL)) if length > HEAD else ((offset, length),))
         )
 
-    def _assume_one(self, name: str, t: TensorEntry, k: int) -> tuple[int, int] | None:
-        """Return (offset, bytes) of the payload of item number `k` of a tensor, where it is assumed to be; None of one
-        that has to be looked into now."""
+    def _assume_payload(self, name: str, t: TensorEntry, k: int) -> tuple[int, int] | None:
+        """Return (offset in the file, bytes) of the assumed payload of item number `k` of a tensor, and register the
+        item for the check when it is read. None if the item has to be parsed now."""
         file, offset, length = t.chunks.file[k], t.chunks.offset[k], t.chunks.length[k]
-        at = self._assumed.get(self._kind(t, k)) if self._assumed else None
+        at = self._assumed.get(self._get_kind(t, k)) if self._assumed else None
         if at is None or (file, offset) in self._looked:
             return None
         nbytes = prod(t.chunks.shape_of(k)) * ITEMSIZE[t.dtype]
@@ -267,18 +276,19 @@ class Items:
         return offset + at, nbytes
 
     def _prove(self, row: int, read: FrameRead) -> Proof:
-        """Look into an item whose payload was assumed to be at a certain byte.
+        """Parse an item whose payload was assumed, and return the proof for it: the payload's CRC32, or how to read its
+        elements if they are elsewhere in the item.
 
         Args:
-            row: its place in `_later`.
+            row: index of the item in `_later`.
             read: reads its file.
 
         Raises:
             Corrupt, Unsafe: as `locate`.
-            Unsupported: it is the object of a tensor subclass, unlike the first of its kind.
+            Unsupported: it is an object of a tensor subclass, unlike the first of its kind.
         """
         name, t, k = self._later[row]
-        c, shape, at = t.chunks, t.chunks.shape_of(k), self._assumed[self._kind(t, k)] or 0
+        c, shape, at = t.chunks, t.chunks.shape_of(k), self._assumed[self._get_kind(t, k)] or 0
         file, offset, length = c.file[k], c.offset[k], c.length[k]
         behind = offset + at + prod(shape) * ITEMSIZE[t.dtype]
         head, tail = bytes(read(offset, at)), bytes(read(behind, offset + length - behind))
@@ -289,7 +299,7 @@ class Items:
                 return Proof(crc)
         raw = self.source.framed(self.files[file]).raw
         what = f'{self.source.root}/{self.files[file]} at byte {offset} ("{name}")'
-        windows = read_windows(head, tail, length)
+        windows = make_end_reader(head, tail, length)
 
         def read_item(start: int, n: int) -> bytes:
             """Read bytes of the file: of the ends of the item, which are here, or others."""
@@ -313,7 +323,7 @@ class Items:
             return Proof(found.storage.crc32 or 0)
         if found.contiguous:
             return Proof(read=lambda start, count: raw(first + start, count))
-        return Proof(read=partial(_gather, found, ITEMSIZE[t.dtype], raw, what))
+        return Proof(read=partial(_read_strided, found, ITEMSIZE[t.dtype], raw, what))
 
     def locate(self, name: str, t: TensorEntry) -> Chunks:
         """Return the chunks of a tensor that is saved as items, with the byte ranges of their elements.
@@ -327,7 +337,7 @@ class Items:
         out.start, out.shape, out.file = old.start, old.shape, old.file  # which nobody changes any more
         if t.coding == "torch.save+zstd":
             places = zip(old.boxes(), old.file, old.offset, old.length, strict=True)
-            out.zstd = {k: self._find_in_zstd(name, t, box[1], *place) for k, (box, *place) in enumerate(places)}
+            out.zstd = {k: self._locate_in_zstd(name, t, box[1], *place) for k, (box, *place) in enumerate(places)}
             out.offset, out.length = old.offset, old.length
             return out
         strided: dict[int, tuple[int, ...]] = {}
@@ -335,7 +345,7 @@ class Items:
         kind: tuple[int, ...] | None = None
         for k, (_, shape) in enumerate(old.boxes()):
             file, offset, length = old.file[k], old.offset[k], old.length[k]
-            if (place := self._assume_one(name, t, k)) is not None:
+            if (place := self._assume_payload(name, t, k)) is not None:
                 out.offset.append(place[0])
                 out.length.append(place[1])
                 continue
@@ -376,16 +386,16 @@ class Items:
         return out
 
     def _read_ends(self, file: int, offset: int, length: int) -> tuple[bytes, bytes]:
-        """Read the first and the last bytes of the item at byte `offset` of file number `file`, `length` bytes long; of
-        a small one, all of it twice."""
+        """Read (first bytes, last bytes) of an item at `offset` of file number `file`. An item of up to 4 KiB is
+        returned completely, twice."""
         if length <= HEAD:
             head = self._read_ahead(file, offset, length, _WINDOW)
             return head, head
         return self._read_ahead(file, offset, HEAD, 0), self._read_ahead(file, offset + length - TAIL, TAIL, HEAD)
 
     def _read_ahead(self, file: int, offset: int, n: int, more: int) -> bytes:
-        """Read `n` bytes of file number `file`. Up to `more` bytes behind them, where the next item will be looked for,
-        are read with them and kept."""
+        """Read `n` bytes at `offset` of file number `file`. On a local disk, up to `more` bytes behind them are read
+        too and kept for the next item."""
         name = self.files[file]
         if not self._plain:
             return self.source.read(name, offset, n)
@@ -428,10 +438,10 @@ class Items:
             SubclassFound: it is an object of a tensor subclass.
         """
         what = f'{self.source.root}/{self.files[file]} at byte {offset} ("{name}")'
-        read_at = read_known(self.source, self.files[file], offset, length, head, tail)
+        read_at = make_item_reader(self.source, self.files[file], offset, length, head, tail)
         return _check_tensor(torch_zip.read(read_at, offset, length, what), dtype, shape, what)
 
-    def _find_in_zstd(
+    def _locate_in_zstd(
         self, name: str, t: TensorEntry, shape: tuple[int, ...], file: int, offset: int, length: int
     ) -> tuple[int, int | None]:
         """Return (byte in the content of a compressed item where its tensor begins, the tensor's CRC32; None if not
@@ -452,24 +462,26 @@ class Items:
         what = f'{self.source.root}/{self.files[file]} at byte {offset} ("{name}")'
         most = prod(shape) * ITEMSIZE[t.dtype] + (64 << 10)
         head, tail, total = decompress_ends(self.source, self.files[file], offset, length, most, what)
-        found = _check_tensor(torch_zip.read(read_windows(head, tail, total), 0, total, what), t.dtype, shape, what)
+        found = _check_tensor(torch_zip.read(make_end_reader(head, tail, total), 0, total, what), t.dtype, shape, what)
         if not found.contiguous:
             raise Unsupported(f"{what}: a compressed tensor that is not contiguous.", code="CKPT0324")
         at, n = found.extent
         return at, found.storage.crc32 if n == found.storage.length else None
 
 
-def _gather(found: stored_tensors.StoredTensor, item: int, raw: FrameRead, what: str, at: int, n: int) -> bytes:
-    """Read `n` bytes from byte `at` on of a tensor, row-major, that its file does not store so.
+def _read_strided(found: stored_tensors.StoredTensor, item: int, raw: FrameRead, what: str, at: int, n: int) -> bytes:
+    """Return `n` bytes, from byte `at`, of the row-major form of a tensor that the file stores with other strides.
 
     Args:
         found: the tensor.
         item: bytes of an element.
         raw: reads its file.
-        what: names its item in messages.
+        what: name of its item in messages.
+        at: offset in the row-major tensor, in bytes.
+        n: number of bytes.
 
     Raises:
-        Unsupported: that takes more than 256 MiB of memory.
+        Unsupported: the tensor spans more than 256 MiB.
     """
     import numpy as np
 

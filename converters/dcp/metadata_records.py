@@ -52,7 +52,7 @@ _TEXTS_OF_PAIR = 0, 2, 5  # the groups of its pattern that hold texts
 _TEXTS = re.compile(_TEXT + b"|" + _GET, re.DOTALL)
 #: Instructions whose length the first byte tells, and which get nothing from the memo.
 _PLAIN = rb"[()}\]\x81\x85-\x89\x8f-\x92NtsubeaR01ld]|K.|M..|J.{4}|G.{8}"
-#: A run of those and of gets, as `_pattern_of_run` makes it, less its MEMOIZE instructions.
+#: A run of those and of gets, as `_make_run_pattern` makes it, less its MEMOIZE instructions.
 _ALL_BUT_MEMOIZE = re.compile(rb"[^\x94KMJGh]++|K.|M..|J.{4}|G.{8}|h.", re.DOTALL)
 _PART = b"K\0Q"  # pushes the object outside of the pickle whose number is 0
 _PLAIN_BYTES = {0x4B: 2, 0x4D: 3, 0x4A: 5, 0x47: 9}  # BININT1, BININT2, BININT, BINFLOAT
@@ -107,9 +107,9 @@ class _Patterns(NamedTuple):
     pair: re.Pattern[bytes] | None
 
 
-def _pattern_of_run(gets: bytes) -> re.Pattern[bytes]:
-    """Return the pattern of a run of instructions that are handed on without a look: plain ones, and BINGET of the
-    entries of the memo whose numbers are the bytes of `gets`. Each may be memoized; none pushes a text or a class."""
+def _make_run_pattern(gets: bytes) -> re.Pattern[bytes]:
+    """Return the pattern of a run of instructions that are copied unchanged: plain ones, and BINGET of the memo entries
+    whose numbers are the bytes of `gets`. Each may be memoized; none pushes a text or a class."""
     get = b"|h[" + b"".join(map(re.escape, map(bytes, zip(gets)))) + b"]" if gets else b""
     return re.compile(b"(?:(?:" + _PLAIN + get + b")\x94?+)*+", re.DOTALL)
 
@@ -123,19 +123,19 @@ def _decode_int(code: bytes) -> int:
     return int.from_bytes(code[1 if code[0] == 0x4A else 2 :], "little", signed=True)
 
 
-def _crosses_frame() -> Corrupt:
-    """Return the error for an instruction behind whose first byte a frame ends: Python's own unpickler, which reads a
-    frame at a time, loses its place there."""
+def _make_frame_error() -> Corrupt:
+    """Return the error for an instruction that crosses the end of its frame. Python's own unpickler, which reads a
+    frame at a time, loses its position there."""
     return Corrupt("an instruction of the pickle crosses the end of its frame.", code="CKPT0407")
 
 
-def _number_of(code: bytes) -> int:
-    """Return the number of the entry that an instruction gets from the memo."""
+def _decode_memo_number(code: bytes) -> int:
+    """Return the number of the memo entry that a BINGET or LONG_BINGET instruction gets."""
     return int.from_bytes(code[1:], "little")
 
 
-def _push_entry(number: int) -> bytes:
-    """Return the instruction that pushes an entry of the memo."""
+def _encode_get(number: int) -> bytes:
+    """Return the instruction that pushes memo entry `number`."""
     return b"h" + bytes((number,)) if number < 256 else b"j" + _U32.pack(number)
 
 
@@ -143,7 +143,7 @@ class RecordCutter:
     """A pickle as a file for an unpickler (`read`, `readline`), without its records of chunks and items."""
 
     def __init__(self, read: Callable[[int], bytes]) -> None:
-        """Keep the function that reads the next bytes of the pickle; it returns fewer only at the end."""
+        """Start at the beginning of a pickle. `read` returns its next n bytes, and fewer only at the end."""
         self._read_more = read
         self._buf, self._pos, self._base, self._ended = b"", 0, 0, False
         self._frame_end: int | None = None  # byte of the pickle where its frame ends
@@ -155,7 +155,7 @@ class RecordCutter:
         self._texts: dict[bytes, str] = {}
         self._refs: dict[str, list[bytes]] = {}  # instructions that get a class, or the name of a field
         self._kinds: dict[bytes, str] = {}  # of those that get a class by which records begin, which one
-        self._match_plain, self._gets_known = _pattern_of_run(b"").match, False
+        self._match_plain, self._gets_known = _make_run_pattern(b"").match, False
         self._memo = b"\x94"  # how records set entries of the memo: b"" of a pickle that does not
         self._patterns: _Patterns | None = _Patterns(None, None, None)  # None: to be made of the references
         self._outside: dict[int, Any] = {}
@@ -164,28 +164,29 @@ class RecordCutter:
         self._pushed: list[str | int] = ["", ""]
         self._last: Any = None  # the text or class that the last instruction pushed
         self._stopped = False
-        self._frames, self._ready, self._at = self._cut(), b"", 0
+        self._frames, self._ready, self._at = self._iterate_frames(), b"", 0
 
     def read(self, n: int) -> bytes:
-        """Read the next `n` bytes of what is handed on."""
+        """Return the next `n` bytes of the pickle without the records that were cut out."""
         while len(self._ready) - self._at < n and (more := next(self._frames, b"")):
             self._ready, self._at = self._ready[self._at :] + more, 0
         self._at += n
         return self._ready[self._at - n : self._at]
 
     def readline(self) -> bytes:
-        """Read up to the next line end; only instructions inside of frames need that, and these are read at once."""
+        """Raise Corrupt. Only an instruction outside of a frame reads lines, and all instructions are passed on in
+        frames."""
         raise Corrupt("an instruction of the pickle is outside of its frame.", code="CKPT0407")
 
     def take(self, number: object) -> Any:
-        """Return what stands outside of the pickle under a number, and forget it: a `BoxRun`, a `PlaceRun`, a
-        `SecondOfPair`, or a text or tuple that a record held. 0 is that of every `PartOfRecord`."""
+        """Return the object outside of the pickle with a number, and forget it: a `BoxRun`, `PlaceRun` or
+        `SecondOfPair`, or a text or tuple that a record held. Number 0 is always a `PartOfRecord`."""
         return self._outside.pop(number) if number else PartOfRecord()  # type: ignore[call-overload]
 
     # ------------------------------------------------------------------------------------------------ instructions
 
-    def _need(self, n: int) -> None:
-        """Have the next `n` bytes in the buffer.
+    def _require_bytes(self, n: int) -> None:
+        """Read until the buffer holds the next `n` bytes.
 
         Raises:
             Truncated: the pickle ends before.
@@ -198,22 +199,22 @@ class RecordCutter:
             self._base += self._pos
             self._buf, self._pos = self._buf[self._pos :] + more, 0
 
-    def _fill(self) -> None:
-        """Have enough bytes in the buffer for any record, if the pickle has them."""
+    def _fill_buffer(self) -> None:
+        """Read until the buffer holds enough bytes for any record, or the pickle ends."""
         if not self._ended:
             try:
-                self._need(_MARGIN)
+                self._require_bytes(_MARGIN)
             except pickles.Truncated:
                 pass
 
     def _push_outside(self, found: Any) -> bytes:
-        """Return the instructions that push an object from outside of the pickle."""
+        """Register an object outside of the pickle, and return the instructions that push it."""
         self._given = (self._given + 1) & 0x7FFFFFFF
         self._outside[self._given] = found
         return b"J" + _I32.pack(self._given) + b"Q"
 
-    def _cut(self) -> Iterator[bytes]:
-        """Yield the instructions that are handed on, in frames.
+    def _iterate_frames(self) -> Iterator[bytes]:
+        """Yield the pickle without its records, in frames of instructions.
 
         Raises:
             Corrupt: no pickler writes such instructions. Unsafe: one refers to an object outside of the pickle.
@@ -222,16 +223,16 @@ class RecordCutter:
         out = bytearray()
         while not self._stopped:
             if len(self._buf) - self._pos < _MARGIN:
-                self._fill()
+                self._fill_buffer()
             here = self._base + self._pos
             if self._frame_end is not None and here >= self._frame_end:
                 if here > self._frame_end:
-                    raise _crosses_frame()
+                    raise _make_frame_error()
                 self._frame_end = None
             if len(out) >= _FRAME or len(self._outside) > _MOST_OUTSIDE:
                 yield b"\x95" + _U64.pack(len(out)) + out
                 out.clear()
-            limit = self._limit()
+            limit = self._find_limit()
             if code := self._match_plain(self._buf, self._pos, limit)[0]:  # type: ignore[index]  # it may be empty
                 out += code
                 self._pos += len(code)
@@ -240,115 +241,118 @@ class RecordCutter:
                     self._next += len(_ALL_BUT_MEMOIZE.sub(b"", code))
                 if limit - self._pos < _MARGIN:  # what follows may need more of the pickle, or end the frame
                     continue
-            self._need(1)
+            self._require_bytes(1)
             out += self._read_instruction(self._buf[self._pos])
         yield b"\x95" + _U64.pack(len(out)) + out
 
     def _read_instruction(self, op: int) -> bytes:
-        """Go behind an instruction that is not `_PLAIN`, or behind the records that begin with it, and return what is
-        handed on. `op` is its first byte.
+        """Consume an instruction that is not `_PLAIN`, or the records that begin with it, and return the instructions
+        to pass on. `op` is its first byte.
 
         Raises:
-            Corrupt: no pickler writes it. Unsafe: it refers to an object outside of the pickle, or is none that a
-                checkpoint needs.
+            Corrupt: no pickler writes it. Unsafe: it refers to an object outside of the pickle, or no checkpoint needs
+                it.
         """
         if op in (0x68, 0x6A):  # BINGET, LONG_BINGET
             return self._read_get(2 if op == 0x68 else 5)
         if op in _MEMO_BYTES:  # MEMOIZE, BINPUT, LONG_BINPUT
-            number = self._take(_MEMO_BYTES[op])[1:]
+            number = self._take_bytes(_MEMO_BYTES[op])[1:]
             if number and int.from_bytes(number, "little") != self._next:
                 raise Corrupt("entries of the memo of the pickle are not in order.", code="CKPT0407")
-            self._set(self._last)
+            self._add_memo_entry(self._last)
             self._last = None
             return b"\x94"
         last, self._last = self._last, None
         if op in _COUNTED:  # texts and bytes
             width, is_text = _COUNTED[op]
-            self._need(1 + width)
-            code = self._take(1 + width + int.from_bytes(self._buf[self._pos + 1 : self._pos + 1 + width], "little"))
+            self._require_bytes(1 + width)
+            code = self._take_bytes(
+                1 + width + int.from_bytes(self._buf[self._pos + 1 : self._pos + 1 + width], "little")
+            )
             if is_text:
                 self._last = text = code[1 + width :].decode("utf-8", "surrogatepass")
                 self._pushed = [self._pushed[1], text]
-                if self._buf[self._pos : self._pos + 1] == b"\x94" and self._pos < self._limit():
+                if self._buf[self._pos : self._pos + 1] == b"\x94" and self._pos < self._find_limit():
                     return code + self._read_instruction(0x94)
             return code
         if op == 0x93:  # STACK_GLOBAL
             self._last = pickles.Global(*(str(self._value(x)) if isinstance(x, int) else x for x in self._pushed))
-            return self._take(1)
+            return self._take_bytes(1)
         if op == 0x63:  # GLOBAL
-            code = self._take_lines()
+            code = self._take_two_lines()
             self._last = pickles.Global(*code[1:-1].decode("utf-8").split("\n"))
             return code
         if op == 0x95:  # FRAME
-            self._frame_end = int(_U64.unpack_from(self._take(9), 1)[0]) + self._base + self._pos
+            self._frame_end = int(_U64.unpack_from(self._take_bytes(9), 1)[0]) + self._base + self._pos
             self._last = last
             return b""
         if op == 0x80:  # PROTO
-            if (version := self._take(2)[1]) > 5:
+            if (version := self._take_bytes(2)[1]) > 5:
                 raise Corrupt(f"pickle protocol {version}.", code="CKPT0407")
             self._memo = b"\x94" if version >= 4 else b""
             return b""
         if op == 0x2E:
-            code, self._stopped = self._take(1), True
+            code, self._stopped = self._take_bytes(1), True
             if self._frame_end is not None:  # a frame has all its bytes, whatever is behind the end of the pickle
-                self._need(self._frame_end - self._base - self._pos)
+                self._require_bytes(self._frame_end - self._base - self._pos)
             return code
         if op == 0x51:
             raise Unsafe("the pickle refers to an object outside of it.", code="CKPT0701")
         if op in _PLAIN_BYTES:  # which the end of the pickle, or of its frame, cuts off
-            self._need(_PLAIN_BYTES[op])
-            raise _crosses_frame()
+            self._require_bytes(_PLAIN_BYTES[op])
+            raise _make_frame_error()
         raise Unsafe(f"pickle instruction 0x{op:02x}, which no checkpoint needs.", code="CKPT0701")
 
     def _read_get(self, n: int) -> bytes:
-        """Go behind an instruction of `n` bytes that gets an entry of the memo, or behind the records that begin with
-        it, and return what is handed on."""
-        self._need(n)
+        """Consume an instruction of `n` bytes that gets a memo entry, or the records that begin with it, and return the
+        instructions to pass on."""
+        self._require_bytes(n)
         code = self._buf[self._pos : self._pos + n]
         self._last = None
         if (kind := self._kinds.get(code)) is not None and (cut := self._cut_records(kind, code)) is not None:
             self._pushed = ["", ""]
             return cut
         self._pos += n
-        number = _number_of(code)
+        number = _decode_memo_number(code)
         self._pushed = [self._pushed[1], number]
-        return self._get(number)
+        return self._make_get(number)
 
-    def _limit(self) -> int:
-        """Return the position in the buffer where the frame ends, or the buffer."""
+    def _find_limit(self) -> int:
+        """Return the position in the buffer where the current frame ends, or the end of the buffer if that is first."""
         return len(self._buf) if self._frame_end is None else min(len(self._buf), self._frame_end - self._base)
 
-    def _take(self, n: int) -> bytes:
-        """Return the next `n` bytes, and go behind them."""
-        self._need(n)
+    def _take_bytes(self, n: int) -> bytes:
+        """Consume the next `n` bytes and return them."""
+        self._require_bytes(n)
         self._pos += n
         return self._buf[self._pos - n : self._pos]
 
-    def _take_lines(self) -> bytes:
-        """Return everything up to the end of the second line from here, and go behind it."""
+    def _take_two_lines(self) -> bytes:
+        """Consume the instruction up to the end of its second line, and return it."""
         n = 1
         for _ in range(2):
             while True:
-                self._need(n)
+                self._require_bytes(n)
                 n += 1
                 if self._buf[self._pos + n - 2] == 0x0A:
                     break
-        return self._take(n - 1)
+        return self._take_bytes(n - 1)
 
     # ------------------------------------------------------------------------------------------------- the memo
 
-    def _set(self, value: Any) -> None:
-        """Set the next entry of the memo, to a text, a class, or to something that nobody asks for (None)."""
+    def _add_memo_entry(self, value: Any) -> None:
+        """Count the next memo entry, and remember it if it is a text or a class; `value` is None for anything else."""
         if isinstance(value, pickles.Global):
             if (kind := _CLASSES.get(value.name)) is not None:
-                self._learn(kind)
+                self._learn_reference(kind)
         elif isinstance(value, str):
-            self._remember(self._next, value)
+            self._remember_value(self._next, value)
             if value.encode(errors="replace") in _FIELDS:
-                self._learn(value)
+                self._learn_reference(value)
         self._next += 1
 
-    def _remember(self, number: int, value: Any) -> None:
+    def _remember_value(self, number: int, value: Any) -> None:
+        """Remember the text or Size of memo entry `number`."""
         self._known_at.append(number)
         self._known.append(value)
 
@@ -357,19 +361,20 @@ class RecordCutter:
         k = bisect_left(self._known_at, number)
         return self._known[k] if k < len(self._known_at) and self._known_at[k] == number else None
 
-    def _get(self, number: int) -> bytes:
-        """Return the instructions that push an entry of the memo, or what stands for it."""
+    def _make_get(self, number: int) -> bytes:
+        """Return the instructions that push memo entry `number` of the original pickle: with its new number, or as an
+        object outside of the pickle if the entry was cut out."""
         k = bisect_right(self._ends, number)
         if k < len(self._begins) and number >= self._begins[k]:
             value = self._value(number)
             return _PART if value is None else self._push_outside(value)
         number -= self._gone[k - 1] if k else 0
-        return _push_entry(number)
+        return _encode_get(number)
 
-    def _learn(self, name: str) -> None:
-        """Note that the next entry of the memo is a class (by its kind) or the name of a field."""
+    def _learn_reference(self, name: str) -> None:
+        """Record that the next memo entry is a class of records (`name` is its kind) or the name of a field."""
         refs = self._refs.setdefault(name, [])
-        refs.append(_push_entry(self._next))
+        refs.append(_encode_get(self._next))
         for old in refs[:-_MOST_KEYS]:
             self._kinds.pop(old, None)
         del refs[:-_MOST_KEYS]
@@ -377,15 +382,15 @@ class RecordCutter:
             self._kinds[refs[-1]] = name
         self._patterns = None
 
-    def _hand_on_gets_below(self, end: int) -> None:
-        """From here on, hand on without a look what gets an entry of the memo whose number is below `end`, and so stays
-        as it is. Not of a class, by which records begin, or of a text that may be the name of one."""
-        numbers = (n for n in range(min(end, 256)) if _push_entry(n) not in self._kinds)
+    def _pass_gets_below(self, end: int) -> None:
+        """From here on, copy BINGET instructions of memo entries below number `end` unchanged: no record before them
+        was cut out. Excluded are classes, with which records begin, and texts that may name one."""
+        numbers = (n for n in range(min(end, 256)) if _encode_get(n) not in self._kinds)
         known = (n for n in numbers if self._value(n) not in _CLASSES)
-        self._match_plain, self._gets_known = _pattern_of_run(bytes(known)).match, True
+        self._match_plain, self._gets_known = _make_run_pattern(bytes(known)).match, True
 
     def _make_patterns(self) -> _Patterns:
-        """Make the patterns of the records whose parts are known."""
+        """Return the patterns of records, each None until all its classes and fields are in the memo."""
         memo = self._memo
 
         def ref(*names: str) -> bytes | None:
@@ -423,8 +428,13 @@ class RecordCutter:
     # ---------------------------------------------------------------------------------------------------- records
 
     def _cut_records(self, kind: str, code: bytes) -> bytes | None:
-        """Return what is handed on in the place of the records that begin here, and go behind them; None where none
-        does. `code` is the instruction here, which gets the class of records of this kind."""
+        """Consume the records that begin here, and return the instructions that replace them; None if no record begins
+        here.
+
+        Args:
+            kind: kind of the class that the instruction gets: "box", "place", "item" or "size".
+            code: that instruction.
+        """
         patterns, begins = self._patterns or self._make_patterns(), self._next
         self._patterns = patterns
         if kind == "box" and patterns.box is not None:
@@ -432,19 +442,19 @@ class RecordCutter:
         elif kind == "place" and patterns.pair is not None:
             out = self._cut_pairs(patterns.pair)
         elif kind == "size" and patterns.size is not None:  # which stays where it is
-            if (found := patterns.size.match(self._buf, self._pos, self._limit())) is None:
+            if (found := patterns.size.match(self._buf, self._pos, self._find_limit())) is None:
                 return None
             value, entries = self._decode_size(found[0])
-            ref = self._get(_number_of(code))
+            ref = self._make_get(_decode_memo_number(code))
             self._pos = found.end()
             self._next += entries
             if entries:
-                self._remember(self._next - 1, value)
+                self._remember_value(self._next - 1, value)
             return ref + found[0][len(code) :]
         else:
             return None
         if out is not None and kind != "size" and not self._gets_known:
-            self._hand_on_gets_below(begins)
+            self._pass_gets_below(begins)
         if out is not None and self._next > begins:
             self._begins.append(begins)
             self._ends.append(self._next)
@@ -452,13 +462,15 @@ class RecordCutter:
         return out
 
     def _match_run(self, pattern: re.Pattern[bytes], texts: Sequence[int] = ()) -> list[tuple[bytes, ...]]:
-        """Return the variable parts of the records of one kind that follow each other from here, and go behind them.
+        """Consume consecutive records of one kind, and return the variable parts of each.
 
-        `texts` are the numbers of the parts with texts. One of them ends a run if a byte of it is that of MEMOIZE, by
-        which the pattern finds where texts end.
+        Args:
+            pattern: pattern of one record; its groups are the variable parts.
+            texts: numbers of the groups that hold texts. A text with the byte of MEMOIZE in it, by which the pattern
+                finds the end of a text, ends the run.
         """
         rows: list[tuple[bytes, ...]] = []
-        match, end, known = pattern.match, self._limit(), self._texts
+        match, end, known = pattern.match, self._find_limit(), self._texts
         while (found := match(self._buf, self._pos, end)) is not None:
             codes = found.groups(b"")
             for k in texts:
@@ -469,20 +481,20 @@ class RecordCutter:
             rows.append(codes)
             self._pos = found.end()
             if len(self._buf) - self._pos < _MARGIN:
-                self._fill()
-                end = self._limit()
+                self._fill_buffer()
+                end = self._find_limit()
         return rows
 
     def _decode_size(self, code: bytes) -> tuple[tuple[int, ...], int]:
-        """Return (the numbers of a Size, how many entries of the memo its instructions set).
+        """Return (the integers of a Size, number of memo entries that its instructions set).
 
         Raises:
-            Corrupt: they get something else from the memo.
+            Corrupt: the instructions get something other than a Size from the memo.
         """
         if (known := self._sizes.get(code)) is not None:
             return known
         if len(code) == (2 if code[0] == 0x68 else 5):
-            value, entries = self._value(_number_of(code)), 0
+            value, entries = self._value(_decode_memo_number(code)), 0
             if not isinstance(value, tuple):
                 raise Corrupt("a place of .metadata is no torch.Size.", code="CKPT0406")
         else:
@@ -494,7 +506,8 @@ class RecordCutter:
         return value, entries
 
     def _cut_boxes(self, pattern: re.Pattern[bytes]) -> bytes | None:
-        """Cut out the chunks from here on, and return what stands for them; None if there is none."""
+        """Consume the chunks that begin here, and return the instructions that replace them; None if none begins
+        here."""
         if not (rows := self._match_run(pattern)):
             return None
         starts, sizes, at = [], [], self._next
@@ -519,47 +532,51 @@ class RecordCutter:
         return self._push_outside(BoxRun(len(rows), *flat, dims))
 
     def _cut_pairs(self, pattern: re.Pattern[bytes]) -> bytes | None:
-        """Cut out the pairs of a place and an item from here on, and return what stands for them; None if there is
-        none."""
+        """Consume the pairs of a place and an item that begin here, and return the instructions that replace them; None
+        if none begins here."""
         if not (rows := self._match_run(pattern, _TEXTS_OF_PAIR)):
             return None
         run = PlaceRun()
         own, known, texts = 2 * len(self._memo), self._sizes.get, self._texts.get
         for key_code, start, path_code, offset, length, transforms in rows:
             self._next += own
-            key = self._text(key_code) if key_code[0] == 0x8C else texts(key_code) or self._text(key_code)
+            key = self._decode_text(key_code) if key_code[0] == 0x8C else texts(key_code) or self._decode_text(key_code)
             value: tuple[int, ...] | None = None
             if start not in (b"", b"N"):
                 value, entries = known(start) or self._decode_size(start)
                 if entries:
                     self._next += entries
-                    self._remember(self._next - 1, value)
+                    self._remember_value(self._next - 1, value)
             self._next += own
-            path = self._text(path_code) if path_code[0] == 0x8C else texts(path_code) or self._text(path_code)
-            through = self._transforms(transforms) if transforms else []
+            path = (
+                self._decode_text(path_code)
+                if path_code[0] == 0x8C
+                else texts(path_code) or self._decode_text(path_code)
+            )
+            through = self._decode_transforms(transforms) if transforms else []
             run.append(PlacedItem(key, value, path, _decode_int(offset), _decode_int(length), through))
         return self._push_outside(run) + self._push_outside(SecondOfPair())
 
-    def _transforms(self, code: bytes) -> list[str]:
-        """Return the texts in a list of a record."""
+    def _decode_transforms(self, code: bytes) -> list[str]:
+        """Return the transforms that instructions of a record push, a list of texts, and count its memo entries."""
         if code == b"N":
             return []
         self._next += len(self._memo)
-        return [self._text(t) for t in _TEXTS.findall(code, 1 + len(self._memo))]
+        return [self._decode_text(t) for t in _TEXTS.findall(code, 1 + len(self._memo))]
 
-    def _text(self, code: bytes) -> str:
-        """Return the text that instructions of a record push, and note its entry in the memo.
+    def _decode_text(self, code: bytes) -> str:
+        """Return the text that instructions of a record push. A new text is remembered as the next memo entry.
 
         Raises:
             Corrupt: they push something else.
         """
         fresh = code[0] == 0x8C
         if (value := self._texts.get(code)) is None:
-            found = code[2:-1].decode("utf-8", "surrogatepass") if fresh else self._value(_number_of(code))
+            found = code[2:-1].decode("utf-8", "surrogatepass") if fresh else self._value(_decode_memo_number(code))
             if not isinstance(found, str) or (fresh and len(code) != code[1] + 3):
                 raise Corrupt("a name in .metadata is no text.", code="CKPT0406")
             value = self._texts[code] = found
         if fresh:
-            self._remember(self._next, value)
+            self._remember_value(self._next, value)
             self._next += 1
         return value

@@ -29,14 +29,14 @@ from ckpttool.index.draft import Written
 from ckpttool.index.records import Extent, Record, Records
 from ckpttool.storage.source import Source
 
-from .items import HEAD, TAIL, read_known
+from .items import HEAD, TAIL, make_item_reader
 
-__all__ = ["Parts", "Whole", "items_are_short", "list_ends", "read_object", "rows_of_ranks"]
+__all__ = ["Parts", "Whole", "divide_object_rows", "has_short_items", "list_item_ends", "read_subclass_object"]
 
 _WORLDS = 64  # world sizes that are tried for a message
 
 
-def items_are_short(t: TensorEntry) -> bool:
+def has_short_items(t: TensorEntry) -> bool:
     """Return whether an item of a tensor is shorter than the dense tensor that .metadata lists: it is of a subclass, or
     damaged."""
     c, item = t.chunks, ITEMSIZE.get(t.dtype, 0)
@@ -48,9 +48,9 @@ def items_are_short(t: TensorEntry) -> bool:
     return any(n < prod(shape) * item for (_, shape), n in zip(c.boxes(), c.length, strict=True))
 
 
-def list_ends(tensors: Iterable[TensorEntry], files: Sequence[str]) -> Iterator[tuple[str, int, int]]:
-    """List (file, offset, bytes) of the ranges that looking into the items of these tensors reads, to be fetched
-    together."""
+def list_item_ends(tensors: Iterable[TensorEntry], files: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+    """Yield (file, offset, length) of the first and last bytes of the items of these tensors, which parsing them
+    reads."""
     for t in tensors:
         for file, offset, length in zip(t.chunks.file, t.chunks.offset, t.chunks.length, strict=True):
             if offset < 0 or length < 0:
@@ -70,7 +70,7 @@ class _Part(NamedTuple):
     file: int
 
 
-def read_object(
+def read_subclass_object(
     source: Source, files: Sequence[str], sizes: Sequence[int], t: TensorEntry, records: Records
 ) -> Composite | None:
     """Return the object of a tensor subclass whose parts are the items of `t`, one part a rank.
@@ -111,7 +111,7 @@ def read_object(
                 code="CKPT0412",
             )
         if shape[1:] != t.shape[1:]:
-            raise _refusal(
+            raise _make_join_error(
                 name, about, f"a rank has columns {start[1]} to {start[1] + shape[1]} of it, and blocks run along rows"
             )
         parts.append(_Part(start[0] if start else 0, shape[0] if shape else 1, about, inside, file))
@@ -126,24 +126,24 @@ def read_object(
             else _join_parts(t, parts, records)
         )
     except CannotCut as e:
-        raise _refusal(name, about, str(e)) from None
+        raise _make_join_error(name, about, str(e)) from None
 
 
 def _read_item(source: Source, file: str, offset: int, length: int, what: str) -> object:
-    """Read the object in one item, at byte `offset` of a file and `length` bytes long. Of a large one, the ends are
-    read first. `what` names it in messages."""
+    """Read the object in the item at `offset` of a file. The first and last bytes of a large item are read before the
+    rest. `what` names it in messages."""
     head = source.read(file, offset, min(length, HEAD))
     tail = source.read(file, offset + length - TAIL, TAIL) if length > HEAD else head
-    return torch_zip.read(read_known(source, file, offset, length, head, tail), offset, length, what)
+    return torch_zip.read(make_item_reader(source, file, offset, length, head, tail), offset, length, what)
 
 
-def _refusal(name: str, about: Mapping[str, object], why: str) -> Unsupported:
-    """Return the error for an object whose parts cannot be put together.
+def _make_join_error(name: str, about: Mapping[str, object], why: str) -> Unsupported:
+    """Return the error for an object whose parts cannot be joined.
 
     Args:
-        name: of its entry.
-        about: what is known of its class.
-        why: ends the message.
+        name: name of its entry.
+        about: description of the object, with its class.
+        why: end of the message.
     """
     return Unsupported(
         f'"{name}" is a {composites.class_label(about)}, and its parts cannot be put together: {why}. '
@@ -153,10 +153,10 @@ def _refusal(name: str, about: Mapping[str, object], why: str) -> Unsupported:
 
 
 def _join_parts(t: TensorEntry, parts: list[_Part], records: Records) -> Composite:
-    """Join the parts that ranks saved of one object. The CRC32s of its tensors go to `records`.
+    """Join the parts of one object that ranks saved. The CRC32s of its tensors are added to `records`.
 
     Raises:
-        CannotCut: they differ where they must not, or do not make up the whole.
+        CannotCut: the parts differ where they must be equal, or do not make up the complete object.
     """
     total = t.shape[0] if t.shape else 1
     about = composites.resize_rows(parts[0].about, total)
@@ -171,7 +171,7 @@ def _join_parts(t: TensorEntry, parts: list[_Part], records: Records) -> Composi
         path: Path = (*t.path, *name.split("."))
         first = stored[0]
         if len(parts) == 1 or composites.is_replicated(about, name):
-            _refuse_unequal(name, stored)
+            _refuse_unequal_copies(name, stored)
             stored, whole = stored[:1], first.shape
         elif not first.shape:
             raise CannotCut(f'"{name}" is one number for all of its {total} rows')
@@ -180,7 +180,7 @@ def _join_parts(t: TensorEntry, parts: list[_Part], records: Records) -> Composi
         chunks, at = Chunks(len(whole)), 0
         for s, p in zip(stored, parts, strict=False):
             if len(stored) > 1:
-                here = composites.rows_inside(about, name, whole, p.first, p.rows)
+                here = composites.find_inner_rows(about, name, whole, p.first, p.rows)
                 if (s.dtype, s.shape[1:], here) != (first.dtype, whole[1:], (at, s.shape[0])):
                     raise CannotCut(f'"{name}" is {s.dtype} {list(s.shape)} in a part of {p.rows} of {total} rows')
             chunks.add(
@@ -206,12 +206,12 @@ def _join_mixed(
 
     Args:
         t: the entry in .metadata.
-        parts: those that are objects, by first row.
-        dense: the others, by first row: (first row, rows, tensor, number of its file).
+        parts: the parts that are objects, by first row.
+        dense: the parts that are plain tensors, by first row: (first row, rows, tensor, number of its file).
         records: gets the CRC32s of the tensors.
 
     Raises:
-        CannotCut: they do not make up a whole.
+        CannotCut: they do not make up the complete object.
     """
     rows, moved = 0, []
     for p in parts:
@@ -233,11 +233,11 @@ def _join_mixed(
     return Composite(t.path, about, {**of_objects.tensors, PLAIN: entry})
 
 
-def _refuse_unequal(name: str, stored: list[StoredTensor]) -> None:
-    """Refuse an object whose ranks have unequal copies of something that is one for the whole tensor, such as a scale.
+def _refuse_unequal_copies(name: str, stored: list[StoredTensor]) -> None:
+    """Raise if ranks have unequal copies of a tensor that all parts of an object share, such as a scale.
 
     Args:
-        name: of it inside the object.
+        name: its name inside the object.
         stored: the copies, by rank.
 
     Raises:
@@ -251,7 +251,7 @@ def _refuse_unequal(name: str, stored: list[StoredTensor]) -> None:
 # --------------------------------------------------------------------------------------------------------- writing
 
 
-def rows_of_ranks(found: Composite, world: int) -> list[int]:
+def divide_object_rows(found: Composite, world: int) -> list[int]:
     """Return how many rows of an object each of `world` ranks gets, by rank.
 
     Raises:
@@ -302,31 +302,31 @@ class _Frame(NamedTuple):
         n = len(self.sizes)
         rows = [(r[0], r[1], r[2], c, True) for r, c in zip(self.records[-n:], crcs, strict=True)]
         start = self.at[-1] + self.sizes[-1] + zip_bytes.DATA_DESCRIPTOR_BYTES
-        return zip_bytes.central_directory([*self.records[:-n], *rows], start)
+        return zip_bytes.make_central_directory([*self.records[:-n], *rows], start)
 
 
-def _frame_of(found: Composite, about: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]) -> _Frame:
-    """Return what is around the storages of an item that holds an object.
+def _make_object_frame(found: Composite, about: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]) -> _Frame:
+    """Return the bytes around the storages of an item that holds a part of an object.
 
     Args:
         found: the object, for the names and dtypes of its tensors.
-        about: what the part that is written says of itself.
+        about: description of the part that is written.
         shapes: {name inside the object: shape of that tensor in the part}.
     """
     names = list(found.tensors)
     sizes = [prod(shapes[n]) * ITEMSIZE[found.tensors[n].dtype] for n in names]
     refs = {n: TensorRef(found.tensors[n].dtype, shapes[n], str(i), prod(shapes[n])) for i, n in enumerate(names)}
-    return _make_frame(subclasses.rebuild_call(about, refs), sizes)
+    return _make_frame(subclasses.make_rebuild_call(about, refs), sizes)
 
 
 def _make_frame(tree: object, sizes: list[int]) -> _Frame:
-    """Make what is around the storages of an item that holds a tree whose tensors are `TensorRef`s; the storage of
-    number i has `sizes[i]` bytes."""
+    """Return the bytes around the storages of an item. The item holds a tree whose tensors are `TensorRef`s; storage i
+    has `sizes[i]` bytes."""
     head, records = torch_pickles.make_head("archive", torch_pickles.pickle_tree(tree))
     heads, at = [], len(head)
     places = []
     for i, n in enumerate(sizes):
-        header = zip_bytes.local_header(f"archive/data/{i}", n, None, at, 64)
+        header = zip_bytes.make_local_header(f"archive/data/{i}", n, None, at, 64)
         records.append((f"archive/data/{i}", at, n, 0, True))
         heads.append(head + header if i == 0 else header)
         places.append(at + len(header))
@@ -365,8 +365,8 @@ class Parts:
     """The items of the objects of a draft: which part each rank gets, and the bytes around the tensors inside."""
 
     def __init__(self, plain_frame: Callable[[str, tuple[int, ...]], tuple[int, int]]) -> None:
-        """Begin with no objects. `plain_frame` returns, for dtype and shape, how many bytes an item has before and
-        behind the payload of a plain tensor."""
+        """Start without objects. `plain_frame` returns, for a dtype and shape, the number of bytes before and behind
+        the payload in an item of a plain tensor."""
         self.plain_frame = plain_frame  # (dtype, shape) -> bytes before and behind a plain tensor
         self.frames: dict[tuple[str, int], tuple[_Frame, int]] = {}  # {(entry, file): its item, which storage of it}
         self.logical: dict[
@@ -376,16 +376,16 @@ class Parts:
         self.placed: set[str] = set()  # all entries of objects
 
     def place(self, found: Composite, sizes: list[int], at: list[int]) -> dict[str, TensorEntry]:
-        """Place an object in the ranks' files.
+        """Place the items of an object in the ranks' files.
 
         Args:
             found: the object.
             sizes: its rows by rank; empty: rank 0 gets all of it.
-            at: by rank, the bytes in its file so far. They are moved on.
+            at: size of each rank's file so far, in bytes; updated in place.
 
         Returns:
-            {name: entry to write} of the tensors inside, with the copies that ranks other than the first have of what
-                every part has whole.
+            {name: entry to write} of the tensors inside, including the copies on later ranks of tensors that all parts
+                share.
         """
         whole = composites.without_plain_rows(found)
         ranks = [(r, n) for r, n in enumerate(sizes) if n] or [(0, found.shape[0] if found.shape else 1)]
@@ -405,7 +405,7 @@ class Parts:
                 length = before + nbytes + after
                 of_plain += rows
             else:
-                length = self._place_object(whole, (of_objects, rows), r, at[r], chunks, copies)
+                length = self._place_part(whole, (of_objects, rows), r, at[r], chunks, copies)
                 of_objects += rows
             start: tuple[int, ...] = (first, *(0 for _ in found.shape[1:]))
             box.add(start[: len(found.shape)], (rows, *found.shape[1:])[: len(found.shape)], r, 0, 0)
@@ -421,7 +421,7 @@ class Parts:
         self.logical[next(iter(out))] = TensorEntry(found.dtype, found.shape, found.path, box), places
         return out
 
-    def _place_object(
+    def _place_part(
         self,
         whole: Composite,
         part: tuple[int, int],
@@ -436,14 +436,14 @@ class Parts:
             whole: the object, without rows that are plain.
             part: (first row, rows).
             r: the rank.
-            at: byte of its file where the item begins.
+            at: offset in its file at which the item begins.
             chunks: {name inside the object: its chunks}; gets those of this part.
-            copies: {name inside: {entry: tensor}}; gets what this part has again of a tensor that every part has whole.
+            copies: {name inside: {entry: tensor}}; gets this part's copies of tensors that all parts share.
         """
-        cuts = {n: composites.rows_inside(whole.about, n, t.shape, *part) for n, t in whole.tensors.items()}
+        cuts = {n: composites.find_inner_rows(whole.about, n, t.shape, *part) for n, t in whole.tensors.items()}
         shapes = {n: t.shape if (c := cuts[n]) is None else (c[1], *t.shape[1:]) for n, t in whole.tensors.items()}
         about = composites.resize_rows(whole.about, part[1]) if whole.shape else whole.about
-        frame = _frame_of(whole, about, shapes)
+        frame = _make_object_frame(whole, about, shapes)
         for i, (n, t) in enumerate(whole.tensors.items()):
             name, where, row = joined(t.path), at + frame.at[i], cuts[n]
             if row is None and len(chunks[n]):
@@ -457,10 +457,10 @@ class Parts:
         return frame.length
 
     def place_whole(self, whole: Whole, at: list[int]) -> tuple[dict[str, TensorEntry], int, int]:
-        """Place an object in rank 0's file. `at[0]`, the bytes in it so far, is moved on.
+        """Place an object that is one item in rank 0's file. `at[0]`, the size of that file so far, is updated.
 
         Returns:
-            ({name: entry to write} of the tensors inside, byte where the item begins, its bytes).
+            ({name: entry to write} of the tensors inside, offset of the item, its bytes).
         """
         inside = whole.tensors()
         refs = iter(TensorRef(t.dtype, t.shape, str(i), t.numel) for i, t in enumerate(inside))
@@ -476,29 +476,31 @@ class Parts:
         return out, at[0] - frame.length, frame.length
 
     def before(self, name: str, file: int) -> bytes:
-        """Return the bytes that an item has before the tensor `name`; `file` is the number of the file it is in."""
+        """Return the bytes that precede tensor `name` in its item, which is in file number `file`."""
         frame, i = self.frames[name, file]
         return frame.heads[i]
 
     def after(self, name: str, file: int, written: Sequence[Written]) -> bytes:
-        """Return the bytes that an item has behind the tensor `name`; behind its last tensor, the zip's directory.
+        """Return the bytes that follow tensor `name` in its item: a data descriptor, and after the last tensor the
+        zip's directory.
 
         Args:
-            name: of the entry.
+            name: name of the entry.
             file: number of the file it is in.
             written: what was written so far; the last ones are the item's tensors, with their CRC32s.
         """
         frame, i = self.frames[name, file]
-        out = zip_bytes.data_descriptor(frame.sizes[i], written[-1][2])
+        out = zip_bytes.make_data_descriptor(frame.sizes[i], written[-1][2])
         return out + frame.end([w[2] for w in written[-i - 1 :]]) if i == len(frame.sizes) - 1 else out
 
     def tensors(
         self, tensors: Mapping[str, TensorEntry]
     ) -> Iterator[tuple[str, TensorEntry, list[tuple[int, int, int]] | None]]:
-        """Yield (name, tensor, its items) as .metadata lists them.
+        """Yield (name, tensor, its items) as .metadata lists them. An object is yielded once, as the dense tensor that
+        it stands for, under the name of its first tensor.
 
-        Items are (number of the file, offset, bytes), one per chunk; None where they follow from the chunks. An object
-        is yielded once, as the tensor that it shows, under the name of its first tensor.
+        Items are [(number of the file, offset, bytes)], one per chunk; None for a plain tensor, whose items follow from
+        its chunks.
         """
         for name, t in tensors.items():
             if name in self.logical:

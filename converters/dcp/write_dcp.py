@@ -35,7 +35,7 @@ from ..mesh_plans import MeshPlan
 from ..meshes import RankBox
 from ..options import MeshOptions
 from .dcp_metadata import META, STORAGE
-from .object_items import Parts, Whole, rows_of_ranks
+from .object_items import Parts, Whole, divide_object_rows
 
 __all__ = ["write"]
 
@@ -53,9 +53,9 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     mesh = options.of(MeshOptions).sizes
     plan = None if mesh is None else MeshPlan(ckpt, mesh, options)
     files = [f"__{r}_0.distcp" for r in range(world if mesh is None else mesh.replica)]
-    tree, notes = tree_of(collapse_composites(ckpt.leaves()), _sharded_origin(ckpt), None, options)
+    tree, notes = tree_of(collapse_composites(ckpt.leaves()), _select_origin(ckpt), None, options)
     check_no_leaf_inside_leaf(tree)
-    parts = Parts(_frame_sizes)
+    parts = Parts(_measure_item_frame)
     objects: dict[str, Composite] = {}  # by the names of the tensors inside
     wholes: dict[str, tuple[Path, Whole]] = {}  # the same
     paths: dict[str, Path] = {}  # of tensors, by canonical name
@@ -81,7 +81,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     for name, stored in ckpt.tensors.items():
         if name in objects:
             if name not in parts.placed:
-                sizes = _rows_of_object(objects[name], len(files), plan) if _is_sharded(objects[name]) else []
+                sizes = _divide_object_rows(objects[name], len(files), plan) if _is_sharded(objects[name]) else []
                 tensors |= parts.place(objects[name], sizes, at)
             continue
         if name in wholes:
@@ -119,31 +119,35 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         )
 
     def before(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
-        return parts.before(name, t.chunks.file[row]) if name in parts.inside else _bytes_before(name, t, row, written)
+        return (
+            parts.before(name, t.chunks.file[row]) if name in parts.inside else _get_bytes_before(name, t, row, written)
+        )
 
     def after(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
         return (
             parts.after(name, t.chunks.file[row], written)
             if name in parts.inside
-            else _bytes_after(name, t, row, written)
+            else _get_bytes_after(name, t, row, written)
         )
 
-    apart = {n: v for n, v in ckpt.values.items() if _is_taken_apart(v)}
+    apart = {n: v for n, v in ckpt.values.items() if _is_flattened(v)}
     return Draft(out, sources, draft_files, before=before, after=after, notes=notes, taken_apart=apart)
 
 
-def _is_taken_apart(value: Value) -> bool:
-    """Return whether DCP stores the entries of a value, a dict or an instance of a class of dicts, one by one."""
+def _is_flattened(value: Value) -> bool:
+    """Return whether DCP stores a value, a dict or an instance of a dict subclass, as one entry per key."""
     return list(flatten_like_dcp(value.data, value.path)) != [value.path]
 
 
-def _sharded_origin(ckpt: Checkpoint) -> dict[Path, Path]:
-    """Return the origin, {canonical path: path in the user's own tree}, without the optimizer's numbers of parameters,
-    unless several ranks saved them: a file of one process has numbers for names, but a job of several ranks asks for
-    names. A dict under `trainer` or `extra` that DCP takes apart has no origin either: a reader would take its entries
-    for those of the component."""
+def _select_origin(ckpt: Checkpoint) -> dict[Path, Path]:
+    """Return `ckpt.origin`, {canonical path: path in the user's own tree}, without paths that do not hold in DCP:
+
+    - numbers of the optimizer's parameters, which a file of one process has where a job of several ranks asks for names
+      (kept if several ranks saved them);
+    - a dict under `trainer` or `extra` that DCP flattens: a reader would take its entries for those of the component.
+    """
     extra = (v for v in ckpt.values.values() if v.path[0] == "extra")
-    apart = {v.path for v in extra if isinstance(v.data, dict) or _is_taken_apart(v)}
+    apart = {v.path for v in extra if isinstance(v.data, dict) or _is_flattened(v)}
     origin = {
         q: p
         for q, p in ckpt.origin.items()
@@ -155,22 +159,22 @@ def _sharded_origin(ckpt: Checkpoint) -> dict[Path, Path]:
 
 
 def _place_chunks(t: TensorEntry, sizes: list[int], at: list[int]) -> Chunks:
-    """Place the chunks of a tensor in the ranks' files.
+    """Place the rows of a tensor in the ranks' files and return the chunks.
 
     Args:
         t: the tensor, with the dtype to write.
-        sizes: how many rows of it ranks 0, 1, ... get; empty: rank 0 gets all of it.
-        at: by rank, the bytes in its file so far. They are moved on.
+        sizes: number of rows that ranks 0, 1, ... get; empty: rank 0 gets all of it.
+        at: size of each rank's file so far, in bytes; updated in place.
     """
     chunks = Chunks(len(t.shape))
     if not sizes:
-        before, after = _frame_sizes(t.dtype, t.shape)
+        before, after = _measure_item_frame(t.dtype, t.shape)
         chunks.add((0,) * len(t.shape), t.shape, 0, at[0] + before, t.nbytes)
         at[0] += before + t.nbytes + after
         return chunks
     ndim, rest = len(t.shape), t.shape[1:]
     row_bytes = prod(rest) * ITEMSIZE[t.dtype]
-    frames = {n: _frame_sizes(t.dtype, (n, *rest)) for n in set(sizes) if n}
+    frames = {n: _measure_item_frame(t.dtype, (n, *rest)) for n in set(sizes) if n}
     sizes = [n for n in sizes if n]  # ranks beyond the data have none, and come last
     for rank, n in enumerate(sizes):
         before, after = frames[n]
@@ -186,25 +190,25 @@ def _place_chunks(t: TensorEntry, sizes: list[int], at: list[int]) -> Chunks:
 
 
 def _place_boxes(t: TensorEntry, given: list[RankBox], at: list[int]) -> Chunks:
-    """Place the boxes that a mesh gives of a tensor in the ranks' files. `at`, the bytes in each so far, is moved
-    on."""
+    """Place the boxes into which a mesh divides a tensor in the ranks' files and return the chunks. `at`, the size of
+    each file so far, is updated in place."""
     chunks = Chunks(len(t.shape))
     for box in given:
-        before, after = _frame_sizes(t.dtype, box.shape)
+        before, after = _measure_item_frame(t.dtype, box.shape)
         length = prod(box.shape) * ITEMSIZE[t.dtype]
         chunks.add(box.start, box.shape, box.rank, at[box.rank] + before, length)
         at[box.rank] += before + length + after
     return chunks
 
 
-def _rows_of_object(found: Composite, ranks: int, plan: MeshPlan | None) -> list[int]:
+def _divide_object_rows(found: Composite, ranks: int, plan: MeshPlan | None) -> list[int]:
     """Return how many rows of an object of a tensor subclass each of `ranks` ranks gets, by rank.
 
     Raises:
         Unsupported: a cut is inside a quantisation block, or tensor or expert parallelism divides it.
     """
     if plan is None:
-        return rows_of_ranks(found, ranks)
+        return divide_object_rows(found, ranks)
     if plan.divides(found.path):
         raise Unsupported(
             f'"{joined(found.path)}" is a {class_label(found.about)}, and ckpttool divides such objects by FSDP alone. '
@@ -212,7 +216,7 @@ def _rows_of_object(found: Composite, ranks: int, plan: MeshPlan | None) -> list
             code="CKPT0319",
         )
     out = [0] * ranks
-    out[:: plan.mesh.tp] = rows_of_ranks(found, ranks // plan.mesh.tp)
+    out[:: plan.mesh.tp] = divide_object_rows(found, ranks // plan.mesh.tp)
     return out
 
 
@@ -226,7 +230,7 @@ def _is_sharded(t: TensorEntry | Composite) -> bool:
 
 
 @lru_cache(4096)
-def _item_frame(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, list[tuple[str, int, int, int, bool]]]:
+def _make_item_frame(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, list[tuple[str, int, int, int, bool]]]:
     """Return (the bytes before an item's payload, the records of its zip).
 
     A record is (name, byte in the item where its header begins, bytes of content, CRC32, whether a data descriptor
@@ -234,26 +238,26 @@ def _item_frame(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, list[tuple[s
     """
     ref = torch_pickles.TensorRef(dtype, shape, "0", prod(shape))
     head, records = torch_pickles.make_head("archive", torch_pickles.pickle_tree(ref))
-    header = zip_bytes.local_header("archive/data/0", prod(shape) * ITEMSIZE[dtype], None, len(head), 64)
+    header = zip_bytes.make_local_header("archive/data/0", prod(shape) * ITEMSIZE[dtype], None, len(head), 64)
     return head + header, [*records, ("archive/data/0", len(head), prod(shape) * ITEMSIZE[dtype], 0, True)]
 
 
 @lru_cache(4096)
-def _frame_sizes(dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return how many bytes come before and after the payload of an item, which is one torch.save zip."""
-    return len(_item_frame(dtype, shape)[0]), len(_trailer(dtype, shape, 0))
+def _measure_item_frame(dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return (bytes before, bytes after) the payload of an item, which is one torch.save zip."""
+    return len(_make_item_frame(dtype, shape)[0]), len(_fill_trailer(dtype, shape, 0))
 
 
-def _trailer(dtype: str, shape: tuple[int, ...], crc: int) -> bytes:
-    """Return the bytes after an item's payload, whose CRC32 is `crc`; it is in them twice."""
-    before, between, after = _trailer_parts(dtype, shape)
+def _fill_trailer(dtype: str, shape: tuple[int, ...], crc: int) -> bytes:
+    """Return the bytes after an item's payload, with its CRC32 `crc` put in at both places."""
+    before, between, after = _split_trailer(dtype, shape)
     word = struct.pack("<I", crc)
     return b"".join((before, word, between, word, after))
 
 
 @lru_cache(4096)
-def _trailer_parts(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes, bytes]:
-    """Return a trailer without its two CRC32s: the bytes before, between and behind them."""
+def _split_trailer(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes, bytes]:
+    """Return the bytes after an item's payload without the two CRC32s: (before, between, after them)."""
     zero, ones = _make_trailer(dtype, shape, 0), _make_trailer(dtype, shape, 0xFFFFFFFF)
     differ = [i for i, (a, b) in enumerate(zip(zero, ones, strict=True)) if a != b]
     first, second = differ[0], differ[4]
@@ -264,25 +268,26 @@ def _trailer_parts(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes, by
 
 
 def _make_trailer(dtype: str, shape: tuple[int, ...], crc: int) -> bytes:
-    """Build the bytes after an item's payload, whose CRC32 is `crc`, from its zip records. `_trailer` is faster."""
-    head, records = _item_frame(dtype, shape)
+    """Build the bytes after an item's payload, whose CRC32 is `crc`, from its zip records. `_fill_trailer` is
+    faster."""
+    head, records = _make_item_frame(dtype, shape)
     size = prod(shape) * ITEMSIZE[dtype]
     name, at, _, _, _ = records[-1]
-    directory = zip_bytes.central_directory(
+    directory = zip_bytes.make_central_directory(
         [*records[:-1], (name, at, size, crc, True)], len(head) + size + zip_bytes.DATA_DESCRIPTOR_BYTES
     )
-    return zip_bytes.data_descriptor(size, crc) + directory
+    return zip_bytes.make_data_descriptor(size, crc) + directory
 
 
-def _bytes_before(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
+def _get_bytes_before(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
     """Return the bytes before chunk number `row` of a tensor. `name` and `written` are not used."""
-    return _item_frame(t.dtype, t.chunks.shape_of(row))[0]
+    return _make_item_frame(t.dtype, t.chunks.shape_of(row))[0]
 
 
-def _bytes_after(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
+def _get_bytes_after(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
     """Return the bytes behind chunk number `row` of a tensor; the last of `written` has its CRC32. `name` is not
     used."""
-    return _trailer(t.dtype, t.chunks.shape_of(row), written[-1][2])
+    return _fill_trailer(t.dtype, t.chunks.shape_of(row), written[-1][2])
 
 
 class _Emitter:
@@ -323,15 +328,15 @@ class _Emitter:
         self.memo: dict[Any, bytes] = {}
         self.sizes: dict[tuple[int, ...], bytes] = {}
         for module, name in self.GLOBALS:
-            self._define(name, f"c{module}\n{name}\n".encode())
+            self._emit_memoized(name, f"c{module}\n{name}\n".encode())
             self.out += b"0"
         for key in self.KEYS:
-            self._define(key, _pickled_text(key))
+            self._emit_memoized(key, _pickle_text(key))
             self.out += b"0"
 
-    def _define(self, key: Any, code: bytes) -> None:
-        """Emit pickle code that puts something on the stack, and give it a number in the memo, by which `memo[key]`
-        gets it again."""
+    def _emit_memoized(self, key: Any, code: bytes) -> None:
+        """Emit pickle code that pushes an object, and memoize the object; `memo[key]` is the code that gets it
+        again."""
         n = len(self.memo)
         self.memo[key] = b"h" + bytes([n]) if n < 256 else b"j" + struct.pack("<I", n)
         self.out += code + (b"q" + bytes([n]) if n < 256 else b"r" + struct.pack("<I", n))
@@ -341,19 +346,19 @@ class _Emitter:
         if ("text", value) in self.memo:
             self.out += self.memo["text", value]
         else:
-            self._define(("text", value), _pickled_text(value))
+            self._emit_memoized(("text", value), _pickle_text(value))
 
     def size(self, shape: tuple[int, ...]) -> bytes:
         """Return the pickle code of torch.Size(shape); emits nothing."""
         if shape not in self.sizes:
-            ints = b"".join(map(_pickled_int, shape))
+            ints = b"".join(map(_pickle_int, shape))
             wrap = {0: b")", 1: ints + b"\x85", 2: ints + b"\x86", 3: ints + b"\x87"}.get(len(shape))
             self.sizes[shape] = self.memo["Size"] + (wrap or b"(" + ints + b"t") + b"\x85R"
         return self.sizes[shape]
 
 
-def _pickled_int(n: int) -> bytes:
-    """Return the pickle code of an integer from 0 on."""
+def _pickle_int(n: int) -> bytes:
+    """Return the pickle code of an integer, 0 or greater."""
     if n < 256:
         return b"K" + bytes([n])
     if n < 65536:
@@ -364,7 +369,7 @@ def _pickled_int(n: int) -> bytes:
     return b"\x8a" + bytes([len(raw)]) + raw
 
 
-def _pickled_text(value: str) -> bytes:
+def _pickle_text(value: str) -> bytes:
     """Return the pickle code of a string."""
     raw = value.encode("utf-8", "surrogatepass")
     return b"X" + struct.pack("<I", len(raw)) + raw
@@ -389,7 +394,7 @@ def _pickle_metadata(
     for name, t, _ in parts.tensors(ckpt.tensors):
         e.text(keys[name])
         if t.dtype not in properties:
-            layout = m["_get_layout"] + _pickled_text("torch.strided") + b"\x85R"
+            layout = m["_get_layout"] + _pickle_text("torch.strided") + b"\x85R"
             memory = m["_MEM_FORMAT_ENCODING"] + b"K\x00\x85R"
             properties[t.dtype] = (
                 m["TensorProperties"]
@@ -414,7 +419,7 @@ def _pickle_metadata(
         out += b"("
         for p in path:
             if isinstance(p, int):
-                out += _pickled_int(p)
+                out += _pickle_int(p)
             else:
                 e.text(p)
         out += b"t"
@@ -424,23 +429,26 @@ def _pickle_metadata(
         for k, (start, shape) in enumerate(c.boxes()):
             if items is not None:
                 number, offset, length = items[k]
-                _emit_storage(e, keys[name], e.size(start), k, ckpt.files[number], offset, length)
+                _emit_storage_entry(e, keys[name], e.size(start), k, ckpt.files[number], offset, length)
                 continue
-            before, after = _frame_sizes(t.dtype, shape)
+            before, after = _measure_item_frame(t.dtype, shape)
             file, offset = ckpt.files[c.file[k]], c.offset[k] - before
-            _emit_storage(e, keys[name], e.size(start), k, file, offset, c.length[k] + before + after)
+            _emit_storage_entry(e, keys[name], e.size(start), k, file, offset, c.length[k] + before + after)
     for path, offset, length in values:
-        _emit_storage(e, joined(path), b"N", None, ckpt.files[0], offset, length)
-    out += b"u" + m["storage_meta"] + b"N" + m["version"] + _pickled_text("1.0.0") + b"ub."
+        _emit_storage_entry(e, joined(path), b"N", None, ckpt.files[0], offset, length)
+    out += b"u" + m["storage_meta"] + b"N" + m["version"] + _pickle_text("1.0.0") + b"ub."
     return bytes(out)
 
 
-def _emit_storage(e: _Emitter, key: str, at: bytes, index: int | None, file: str, offset: int, length: int) -> None:
-    """Emit one entry of storage_data: where one item is.
+def _emit_storage_entry(
+    e: _Emitter, key: str, at: bytes, index: int | None, file: str, offset: int, length: int
+) -> None:
+    """Emit one entry of storage_data, the place of one item.
 
     Args:
+        e: where the code goes.
         key: flat key of the tensor or value.
-        at: pickle code of where its chunk begins in the tensor; of None for a value.
+        at: pickle code of the start of its chunk in the tensor; of None for a value.
         index: number of the chunk; None for a value.
         file: name of the file that holds the item.
         offset: where the item begins in the file, in bytes.
@@ -449,7 +457,7 @@ def _emit_storage(e: _Emitter, key: str, at: bytes, index: int | None, file: str
     m, out = e.memo, e.out
     out += m["MetadataIndex"] + b")\x81}(" + m["fqn"]
     e.text(key)
-    out += m["offset"] + at + m["index"] + (b"N" if index is None else _pickled_int(index)) + b"ub"
+    out += m["offset"] + at + m["index"] + (b"N" if index is None else _pickle_int(index)) + b"ub"
     out += m["_StorageInfo"] + b")\x81}(" + m["relative_path"]
     e.text(file)
-    out += m["offset"] + _pickled_int(offset) + m["length"] + _pickled_int(length) + b"ub"
+    out += m["offset"] + _pickle_int(offset) + m["length"] + _pickle_int(length) + b"ub"

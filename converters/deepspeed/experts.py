@@ -40,7 +40,7 @@ from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index.checkpoint import Checkpoint
 from ckpttool.index.optimizer_names import assign_names
 
-from .files import EXPERT, EXPERT_OPTIM, File, FlatRange, equal_values, tensor_of_ranges
+from .files import EXPERT, EXPERT_OPTIM, File, FlatRange, are_values_equal, build_entry_from_ranges
 from .geometry import FlatPlace, Groups, concatenate_parameters
 from .module_state import SaveReader
 
@@ -70,14 +70,20 @@ class ExpertRanks(NamedTuple):
     data_first: bool
 
     def split(self, rank: int, replicas: int) -> tuple[int, int]:
-        """Return (expert parallel rank, number of the part) of a rank, where `replicas` ranks have the same experts."""
+        """Return (expert parallel rank, number of the partition that it holds) of the rank `rank`.
+
+        `replicas` is the number of ranks that have the same experts and partition the optimizer state of these.
+        """
         if self.data_first:
             return divmod(rank, replicas)
         part, expert_rank = divmod(rank, self.world // replicas)
         return expert_rank, part
 
     def join(self, expert_rank: int, part: int, replicas: int) -> int:
-        """Return the rank that has the part `part` of what the `replicas` ranks of an expert parallel rank have."""
+        """Return the rank that holds partition `part` of the experts of `expert_rank`; the inverse of `split`.
+
+        `replicas` is the number of ranks that have the same experts and partition the optimizer state of these.
+        """
         return expert_rank * replicas + part if self.data_first else part * (self.world // replicas) + expert_rank
 
 
@@ -100,12 +106,13 @@ class Experts:
         self.ranks, self.counts, self.names, self.stacked = ranks, counts, names, stacked
 
     def global_name(self, name: str, expert_rank: int, size: int) -> str:
-        """Return the name in the whole model of what is `name` on a rank; the same if no layer has it.
+        """Return the name in the whole model of a parameter that a rank calls `name`; `name` itself if it is not an
+        expert's.
 
         Args:
             name: the name on the rank.
-            expert_rank: the number of the rank in its expert parallel group.
-            size: how many ranks such a group has.
+            expert_rank: the rank's number in its expert parallel group.
+            size: the number of ranks in such a group.
         """
         m = EXPERT_NAME.fullmatch(name)
         if m is None or m[1] not in self.counts:
@@ -113,8 +120,11 @@ class Experts:
         return f"{m[1]}.{int(m[2]) + expert_rank * self.counts[m[1]] // size}.{m[3]}"
 
     def local_name(self, name: str, size: int) -> tuple[int, str]:
-        """Return (expert parallel rank that has a parameter, its name there) in groups of `size` ranks; (0, `name`) if
-        no layer has it."""
+        """Return (expert parallel rank that has the parameter `name` of the whole model, the parameter's name on that
+        rank).
+
+        `size` is the number of ranks in an expert parallel group. If the parameter is not an expert's: (0, `name`).
+        """
         m = EXPERT_NAME.fullmatch(name)
         if m is None or m[1] not in self.counts:
             return 0, name
@@ -122,8 +132,14 @@ class Experts:
         return expert_rank, f"{m[1]}.{number}.{m[3]}"
 
     def members(self, names: Sequence[str], size: int) -> list[str]:
-        """Return the names in the whole model of the parameters of a group that are `names` on each of `size` ranks, in
-        the order of the module if the group has them in that order on every rank."""
+        """Return the names in the whole model of a param group's parameters on all expert parallel ranks.
+
+        They are in the order of the module if every rank's group has them in that order, else rank by rank.
+
+        Args:
+            names: the group's parameters, by the names that each rank gives them.
+            size: the number of ranks in an expert parallel group.
+        """
         out = list(dict.fromkeys(self.global_name(n, r, size) for r in range(size) for n in names))
         wanted = set(out)
         ordered = [n for n in self.names if n in wanted]
@@ -133,13 +149,14 @@ class Experts:
     def place(
         self, shapes: Groups, parts: list[int], paddings: list[list[int]] | None, replicas: list[int]
     ) -> dict[str, FlatPlace]:
-        """Place the parameters of all ranks as stages 1 and 2 do; return {name in the whole model: where it lies}.
+        """Place the parameters of all ranks in the flat tensors of stages 1 and 2; return {name in the whole model:
+        place}.
 
         Args:
             shapes: [{name on a rank: shape}], the parameters in each flat tensor.
-            parts: the elements of each flat tensor that one rank has.
-            paddings: the elements that lie behind each parameter, by flat tensor; None: no padding.
-            replicas: over how many ranks each flat tensor is partitioned.
+            parts: for each flat tensor, the number of its elements that one rank holds.
+            paddings: for each flat tensor, the number of padding elements after each parameter; None: no padding.
+            replicas: for each flat tensor, the number of ranks that partition it.
         """
         out: dict[str, FlatPlace] = {}
         local = concatenate_parameters(shapes, parts, paddings)
@@ -147,7 +164,7 @@ class Experts:
             size = self.ranks.world // replicas[g]
             for expert_rank in range(size):
                 for name in group:
-                    p = self._cut_stack(local[name], name, expert_rank)
+                    p = self._place_in_stack(local[name], name, expert_rank)
                     cuts = [
                         (self.ranks.join(expert_rank, part, replicas[g]), first, last, at)
                         for part, first, last, at in p.parts
@@ -156,9 +173,15 @@ class Experts:
                     out[whole] = FlatPlace(g, p.shape, (known.parts if known else []) + cuts)
         return out
 
-    def _cut_stack(self, p: FlatPlace, name: str, expert_rank: int) -> FlatPlace:
-        """Return where a parameter of an expert parallel rank lies, as part of the stack of all experts if `name` is
-        that of one."""
+    def _place_in_stack(self, p: FlatPlace, name: str, expert_rank: int) -> FlatPlace:
+        """Return the place of a rank's tensor within the stack of all experts; `p` itself if `name` is not a stack of
+        experts.
+
+        Args:
+            p: the place of the rank's own tensor.
+            name: its name.
+            expert_rank: the rank's number in its expert parallel group.
+        """
         if name not in self.stacked:
             return p
         own = self.stacked[name][expert_rank]
@@ -174,15 +197,17 @@ class Experts:
         return FlatPlace(p.group, (sum(map(len, self.stacked[name])), *p.shape[1:]), cuts)
 
     def check_groups(self, what: str, shapes: Groups, replicas: object) -> list[int]:
-        """Return over how many ranks each flat tensor is partitioned, as `replicas`, partition_count of an optimizer
-        file, says.
+        """Check partition_count of an optimizer file; return it as a list: the number of ranks that partition each flat
+        tensor.
 
         Args:
-            what: the file, for errors.
+            what: the path of the file, for errors.
             shapes: [{name on a rank: shape}], the parameters in each flat tensor.
+            replicas: partition_count, as the file has it.
 
         Raises:
-            Corrupt: it does not fit the ranks, or a layer's experts on a rank are not those that follow from it.
+            Corrupt: it does not fit the number of ranks, or a layer's experts on a rank are not those that follow from
+                it.
         """
         world = self.ranks.world
         found = [replicas] * len(shapes) if type(replicas) is int else replicas
@@ -208,7 +233,7 @@ class Experts:
         # a large group is divided into several
         for size in {world // n for n in found}:
             names = [n for g, group in enumerate(shapes) for n in group if world // found[g] == size]
-            for layer, numbers in _numbers_by_layer(names).items():
+            for layer, numbers in _group_expert_numbers(names).items():
                 have = self.counts.get(layer, 0)
                 if have % size or any(n != set(range(have // size)) for n in numbers.values()):
                     raise Corrupt(
@@ -219,8 +244,9 @@ class Experts:
         return found
 
 
-def _numbers_by_layer(names: Iterable[str]) -> dict[str, dict[str, set[int]]]:
-    """Return {layer: {parameter: numbers of the experts that have it}} of those of some names that are experts'."""
+def _group_expert_numbers(names: Iterable[str]) -> dict[str, dict[str, set[int]]]:
+    """Return {layer: {parameter: set of the numbers of the experts that have it}} of the experts' names among
+    `names`."""
     out: dict[str, dict[str, set[int]]] = {}
     for name in names:
         if m := EXPERT_NAME.fullmatch(name):
@@ -232,12 +258,16 @@ def _numbers_by_layer(names: Iterable[str]) -> dict[str, dict[str, set[int]]]:
 
 
 def read_expert_files(reading: SaveReader, model: File) -> Experts:
-    """Read the files of experts, and put their entries into `module` of `model`, the model file, where the whole model
-    has them.
+    """Read the files of all experts, and add their entries to `module` of the model file; return the description of
+    them.
+
+    Args:
+        reading: the reader of the save.
+        model: the model file, which is changed: its `module` becomes that of the whole model.
 
     Raises:
-        Corrupt: a file is missing, or holds what does not belong into it.
-        Unsupported: weights are tied to those of an expert.
+        Corrupt: a file is missing, or has an entry that is not its expert's.
+        Unsupported: an expert's weight is tied to another, or an expert of AutoEP is on several ranks or on none.
     """
     found: dict[int, dict[int, str]] = {}
     for name in reading.save.names:
@@ -256,7 +286,7 @@ def read_expert_files(reading: SaveReader, model: File) -> Experts:
     entries: dict[str, dict[str, tuple[File, StoredTensor]]] = {}
     config = model.tree.get("ds_config")
     ranks = ExpertRanks(model.get("dp_world_size", int), bool(isinstance(config, dict) and config.get(DATA_FIRST)))
-    layers, stacked = _autoep_layers(model, stated), Placements()
+    layers, stacked = _parse_autoep_layers(model, stated), Placements()
     for layer, count in enumerate(stated):
         files = found.pop(layer, {})
         if lost := count - sum(e < count for e in files):
@@ -272,7 +302,7 @@ def read_expert_files(reading: SaveReader, model: File) -> Experts:
                 code="CKPT0409",
             )
         if layer in layers:
-            stacked |= _add_stacks(reading, model, [files[e] for e in range(count)], *layers[layer])
+            stacked |= _load_expert_stacks(reading, model, [files[e] for e in range(count)], *layers[layer])
             continue
         prefix, own = _load_experts(reading, [files[e] for e in range(count)])
         counts[prefix], entries[prefix] = count, own
@@ -282,7 +312,7 @@ def read_expert_files(reading: SaveReader, model: File) -> Experts:
             f"says {len(stated)}. The files are from different saves.",
             code="CKPT0409",
         )
-    _insert(reading, model, entries)
+    _insert_experts(reading, model, entries)
     for name in reading.save.names if not stated or model.tree.get("param_shapes") is not None else ():
         # with ZeRO, earlier releases write them with None
         if EXPERT_OPTIM.fullmatch(name) and (f := reading.load(name)).tree.get("optimizer") is not None:
@@ -293,13 +323,17 @@ def read_expert_files(reading: SaveReader, model: File) -> Experts:
     return Experts(ranks, counts, [n for own in entries.values() for n in own], stacked)
 
 
-def _autoep_layers(model: File, counts: list[int]) -> dict[int, tuple[str, list[list[int]]]]:
-    """Return {number of an MoE layer: (module of its experts, experts of each expert parallel rank)} of the layers that
-    AutoEP replaced; `counts` are the experts of all MoE layers.
+def _parse_autoep_layers(model: File, counts: list[int]) -> dict[int, tuple[str, list[list[int]]]]:
+    """Return {number of an MoE layer: (module of its experts, [experts of each expert parallel rank])} of AutoEP's
+    layers.
+
+    Args:
+        model: the model file, which lists them under ds_autoep_layers.
+        counts: the number of experts of each MoE layer.
 
     Raises:
-        Corrupt: ds_autoep_layers is no list of such layers.
-        Unsupported: ranks have copies of one expert.
+        Corrupt: ds_autoep_layers has another form, or contradicts `counts`.
+        Unsupported: an expert is on several ranks, or on none.
     """
     stated = model.tree.get("ds_autoep_layers")
     out: dict[int, tuple[str, list[list[int]]]] = {}
@@ -336,19 +370,24 @@ def _autoep_layers(model: File, counts: list[int]) -> dict[int, tuple[str, list[
     return out
 
 
-def _add_stacks(
+def _load_expert_stacks(
     reading: SaveReader, model: File, names: list[str], prefix: str, placement: list[list[int]]
 ) -> Placements:
-    """Load the files of the experts of a layer of AutoEP, and put the stacks of all experts into `module` of the model
-    file; return {name of a stack: placement}.
+    """Load the files of the experts of one AutoEP layer, add the stacks of all experts to the save, and list the
+    stacks.
 
     Args:
+        reading: the reader of the save, to whose `stacks` they are added.
+        model: the model file.
         names: the files, in the order of the experts.
         prefix: the module of the experts.
         placement: the experts of each expert parallel rank.
 
+    Returns:
+        {name of a stack: `placement`}.
+
     Raises:
-        Corrupt: a file holds something other than the tensors of its expert.
+        Corrupt: a file has an entry that is not a tensor of its expert, or an expert lacks one that others have.
     """
     found: dict[str, list[tuple[File, StoredTensor]]] = {}
     for e, name in enumerate(names):
@@ -368,18 +407,20 @@ def _add_stacks(
         cuts = [
             FlatRange(e * n, (e + 1) * n, f.number, reading.keep_crc(f, t).extent[0]) for e, (f, t) in enumerate(own)
         ]
-        reading.stacks[stack] = tensor_of_ranges((len(names), *shape), own[0][1].dtype, ("model", stack), cuts)
+        reading.stacks[stack] = build_entry_from_ranges((len(names), *shape), own[0][1].dtype, ("model", stack), cuts)
         if len(own) != len(names):
             raise Corrupt(f'{own[0][0].what}: only {len(own)} experts have "{stack}".', code="CKPT0412")
     return dict.fromkeys(found, placement)
 
 
 def _load_experts(reading: SaveReader, names: list[str]) -> tuple[str, dict[str, tuple[File, StoredTensor]]]:
-    """Load the files of the experts of one layer, in their order: (layer, as the experts' names begin; {name: (file,
-    tensor)}).
+    """Load the files of the experts of one layer, in the order of the experts.
+
+    Returns:
+        (the layer, which is the prefix of its experts' names; {name of a parameter: (file, tensor)}).
 
     Raises:
-        Corrupt: a file holds something other than the tensors of its expert.
+        Corrupt: a file has an entry that is not a tensor of its expert, or experts have different parameters.
     """
     prefix, out = "", {}
     first: set[str] = set()
@@ -406,12 +447,18 @@ def _load_experts(reading: SaveReader, names: list[str]) -> tuple[str, dict[str,
     return prefix, out
 
 
-def _insert(reading: SaveReader, model: File, layers: dict[str, dict[str, tuple[File, StoredTensor]]]) -> None:
-    """Put the entries of experts into `module` of the model file, behind the gate of their layer, and drop what rank 0
-    lists of its own experts under the names that they have there.
+def _insert_experts(reading: SaveReader, model: File, layers: dict[str, dict[str, tuple[File, StoredTensor]]]) -> None:
+    """Add the experts of all layers to `module` of the model file, after the other entries of their MoE layer.
+
+    Lists in the model file that have the experts of rank 0 under rank 0's names are corrected.
 
     Args:
+        reading: the reader of the save, which records the file of each entry.
+        model: the model file, which is changed.
         layers: {layer: {name: (file, tensor)}}.
+
+    Raises:
+        Unsupported: an expert's weight is tied to another.
     """
     module = dict(model.get("module", dict))
     order = list(module)
@@ -426,25 +473,25 @@ def _insert(reading: SaveReader, model: File, layers: dict[str, dict[str, tuple[
     model.tree["module"] = {n: module[n] for n in order}
     shared = model.tree.get("shared_params")
     if odd := next(
-        (n for kv in (shared if isinstance(shared, dict) else {}).items() for n in kv if _is_expert(n)), None
+        (n for kv in (shared if isinstance(shared, dict) else {}).items() for n in kv if _is_expert_name(n)), None
     ):
         raise Unsupported(
             f'{model.what}: "{odd}" is tied to another weight; which experts of other ranks are, no file says.',
             code="CKPT0325",
         )
     if listed := model.buffer_names():
-        rest = _numbers_by_layer(listed)
+        rest = _group_expert_numbers(listed)
         buffers = [
             n for own in layers.values() for n in own if (m := EXPERT_NAME.fullmatch(n)) and m[3] in rest.get(m[1], ())
         ]
-        model.tree["buffer_names"] = [n for n in listed if not _is_expert(n)] + buffers
+        model.tree["buffer_names"] = [n for n in listed if not _is_expert_name(n)] + buffers
     for key in ("frozen_param_shapes", "frozen_param_fragments"):
         if isinstance(frozen := model.tree.get(key), dict):
-            model.tree[key] = {n: x for n, x in frozen.items() if not _is_expert(n)}
+            model.tree[key] = {n: x for n, x in frozen.items() if not _is_expert_name(n)}
 
 
-def _is_expert(name: object) -> bool:
-    """Return whether data from a pickle is the name of what an expert has."""
+def _is_expert_name(name: object) -> bool:
+    """Return whether `name`, any value from a pickle, is the name of an expert's parameter or buffer."""
     return isinstance(name, str) and EXPERT_NAME.fullmatch(name) is not None
 
 
@@ -452,11 +499,16 @@ def _is_expert(name: object) -> bool:
 
 
 def read_stage0_experts(reading: SaveReader, model: File, experts: Experts) -> Checkpoint:
-    """Return the index of a save without ZeRO, whose optimizer is in one file for each expert parallel rank.
+    """Return the index of a save without ZeRO that has one optimizer file for each expert parallel rank.
+
+    Args:
+        reading: the reader of the save.
+        model: the model file, whose `module` has the experts of all ranks.
+        experts: the experts of the save.
 
     Raises:
-        Corrupt: a file is missing, or contradicts the others.
-        Unsupported: the order of the parameters in the param groups cannot be told.
+        Corrupt: a file is missing, or contradicts another.
+        Unsupported: the order of the parameters in the param groups cannot be determined.
     """
     world = experts.ranks.world
     if reading.options.only is not None and "optim" not in reading.options.only:
@@ -473,9 +525,9 @@ def read_stage0_experts(reading: SaveReader, model: File, experts: Experts) -> C
     if model.tree.get("optimizer") is None and not files:
         reading.add_model_state([model])
         return reading.build_checkpoint("zero0", world)
-    parts = [_split_optimizer(f) for f in files]
+    parts = [_parse_stage0_optimizer(f) for f in files]
     groups = parts[0].groups if parts else []
-    sizes = [_group_size(files[0], g) for g in groups]
+    sizes = [_parse_expert_parallel_size(files[0], g) for g in groups]
     most = max(sizes, default=1)
     if world % most or any(n % size for n in experts.counts.values() for size in sizes):
         raise Corrupt(
@@ -489,7 +541,7 @@ def read_stage0_experts(reading: SaveReader, model: File, experts: Experts) -> C
             f"expp_rank_0 to {most - 1}; {len(files)} such files are here. Fetch all.",
             code="CKPT0402",
         )
-    like = _add_merged(reading, model, experts, files, parts, sizes)
+    like = _merge_optimizers(reading, model, experts, files, parts, sizes)
     reading.add_model_state([model])
     whole = parts[0].whole
     if whole.get("dynamic_loss_scale") or whole.get("cur_scale", 1) != 1:
@@ -508,11 +560,11 @@ class _Stage0(NamedTuple):
     masters: list[list[Any]] | None
 
 
-def _split_optimizer(f: File) -> _Stage0:
-    """Return the parts of an optimizer in a file.
+def _parse_stage0_optimizer(f: File) -> _Stage0:
+    """Return the parts of the optimizer in a file of a save without ZeRO.
 
     Raises:
-        Corrupt: it is no optimizer of torch.
+        Corrupt: it is not the state dict of an optimizer of torch.
         Unsupported: its masters are flat.
     """
     whole = f.get("optimizer", dict)
@@ -532,11 +584,11 @@ def _split_optimizer(f: File) -> _Stage0:
     return _Stage0(whole, state, groups, masters)
 
 
-def _group_size(f: File, group: dict[str, Any]) -> int:
-    """Return on how many ranks the experts of a param group are; 1 for a group without experts.
+def _parse_expert_parallel_size(f: File, group: dict[str, Any]) -> int:
+    """Return the number of ranks over which the experts of a param group are spread; 1 for a group without experts.
 
     Raises:
-        Corrupt: it has experts, and no name that says so.
+        Corrupt: the group has experts, and its name does not state that number.
     """
     if not group.get("moe"):
         return 1
@@ -546,17 +598,29 @@ def _group_size(f: File, group: dict[str, Any]) -> int:
     return int(m[1])
 
 
-def _add_merged(
+def _merge_optimizers(
     reading: SaveReader, model: File, experts: Experts, files: list[File], parts: list[_Stage0], sizes: list[int]
 ) -> list[str]:
-    """Add the optimizers of all expert parallel ranks as one, numbered anew, and the masters; return the names of the
-    parameters in the order of the numbers.
+    """Add the optimizers of all expert parallel ranks to the save as one, with new numbers for the parameters, and the
+    masters.
+
+    Args:
+        reading: the reader of the save.
+        model: the model file.
+        experts: the experts of the save.
+        files: the optimizer file of each expert parallel rank.
+        parts: the optimizer in each of them.
+        sizes: for each param group, the number of ranks over which its experts are spread.
+
+    Returns:
+        The names of the parameters, in the order of their new numbers.
 
     Raises:
         Corrupt: the ranks' param groups differ.
+        Unsupported: the order of the parameters in the param groups cannot be determined.
     """
     groups, ranks, most = parts[0].groups, experts.ranks, max(sizes)
-    names = _names_of_groups(reading, model, experts, files[0], parts[0], sizes)
+    names = _match_group_names(reading, model, experts, files[0], parts[0], sizes)
     like: list[str] = []
     unlike: set[str] = set()
     for i, group in enumerate(groups):
@@ -567,7 +631,7 @@ def _add_merged(
         # the files are of the ranks with part 0 in groups of `most` ranks
         home = [ranks.split(ranks.join(r, 0, ranks.world // most), ranks.world // size)[0] for r in range(most)]
         for k, (f, own) in enumerate(zip(files, parts, strict=True)):
-            if not equal_values(groups, own.groups):
+            if not are_values_equal(groups, own.groups):
                 raise Corrupt(
                     f"{f.what}: param_groups differ from those of {files[0].name}. The files are from different saves.",
                     code="CKPT0409",
@@ -576,7 +640,7 @@ def _add_merged(
             for j, (number, local) in enumerate(zip(group["params"], names[i], strict=True)):
                 name = experts.global_name(local, home[k], size)
                 if first != k:
-                    if not equal_values(parts[first].state.get(number), own.state.get(number), files[first], f):
+                    if not are_values_equal(parts[first].state.get(number), own.state.get(number), files[first], f):
                         unlike.add(name)
                     continue
                 if own.masters is not None and isinstance(t := own.masters[i][j], StoredTensor):
@@ -592,13 +656,22 @@ def _add_merged(
     return like
 
 
-def _names_of_groups(
+def _match_group_names(
     reading: SaveReader, model: File, experts: Experts, f: File, part: _Stage0, sizes: list[int]
 ) -> list[list[str]]:
-    """Return the names of the parameters of each param group as rank 0 has them.
+    """Return the names of the parameters of each param group, as rank 0 names them, by matching shapes in the module's
+    order.
+
+    Args:
+        reading: the reader of the save.
+        model: the model file.
+        experts: the experts of the save.
+        f: the optimizer file of rank 0.
+        part: the optimizer in it.
+        sizes: for each param group, the number of ranks over which its experts are spread.
 
     Raises:
-        Unsupported: several orders fit the shapes.
+        Unsupported: no order fits the shapes, or several do.
     """
     buffers = set(model.buffer_names())
     module = [(n, t.shape) for n, t in model.get("module", dict).items() if isinstance(t, StoredTensor)]
@@ -610,11 +683,11 @@ def _names_of_groups(
         if not mine:
             continue
         size = max(sizes[i] for i in mine)
-        known = [(n, s) for n, s in module if not any(flagged) or _is_expert(n) == moe]
+        known = [(n, s) for n, s in module if not any(flagged) or _is_expert_name(n) == moe]
         if len({sizes[i] for i in mine}) == 1:
             local = [(experts.local_name(n, size), s) for n, s in known]
             known = [(n, s) for (r, n), s in local if r == 0]
-        shapes = [[_shape_of(part, i, k) for k in part.groups[i]["params"]] for i in mine]
+        shapes = [[_find_parameter_shape(part, i, k) for k in part.groups[i]["params"]] for i in mine]
         found = assign_names(known, shapes)[0] if len({sizes[i] for i in mine}) == 1 else None
         if found is None:
             raise Unsupported(
@@ -628,9 +701,9 @@ def _names_of_groups(
     return out
 
 
-def _shape_of(part: _Stage0, group: int, number: object) -> tuple[int, ...] | None:
-    """Return the shape of a parameter of a param group, by its number: that of its master, or of what the optimizer
-    keeps for it; None where nothing tells."""
+def _find_parameter_shape(part: _Stage0, group: int, number: object) -> tuple[int, ...] | None:
+    """Return the shape of parameter `number` in param group `group`: its master's, or that of one of its slots; None
+    if unknown."""
     if part.masters is not None:
         t = part.masters[group][part.groups[group]["params"].index(number)]
         return t.shape if isinstance(t, StoredTensor) else None

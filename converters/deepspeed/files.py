@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError, argument
 from ckpttool.formats import stored_tensors, torch_zip
-from ckpttool.formats.pickles import Global, Opaque, enum_members, short
+from ckpttool.formats.pickles import Global, Opaque, make_enum_stand_ins, short
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import (
@@ -26,7 +26,7 @@ from ckpttool.index.checkpoint import (
 from ckpttool.program import Saves
 from ckpttool.storage.source import Source
 
-from ..rank_files import first_difference
+from ..rank_files import find_differing_file
 
 __all__ = [
     "EXPERT",
@@ -45,23 +45,23 @@ __all__ = [
     "File",
     "FlatRange",
     "Save",
-    "equal_values",
+    "are_values_equal",
+    "build_entry_from_ranges",
     "find_save",
+    "get_zero_setting",
     "is_placeholder",
     "is_save",
     "is_shape",
-    "keys_of_job",
-    "loss_scaler_leaves",
+    "list_client_keys",
+    "list_deepspeed_saves",
+    "list_pickle_stand_ins",
     "param_shapes",
-    "rank_of",
+    "parse_rank",
+    "read_loss_scaler",
+    "read_tied_names",
     "refuse_mixed_saves",
     "refuse_model_parallel",
     "refuse_unsupported_files",
-    "saves_in",
-    "stand_ins",
-    "tensor_of_ranges",
-    "tied_names",
-    "zero_setting",
 ]
 
 
@@ -119,15 +119,19 @@ MAYBE = ("lr_scheduler", "data_sampler", "random_ltd")
 _SAME = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "param_shapes")
 
 
-def keys_of_job(scheduler: object) -> tuple[str, ...]:
-    """Return the keys at the root of a model file that are the job's own, though a component has the same name:
-    `model`, `optim`, and `scheduler` where the engine has a scheduler. `scheduler` is that of the engine, or None."""
+def list_client_keys(scheduler: object) -> tuple[str, ...]:
+    """Return the keys of a model file whose values are the user's client_state, though components have the same names.
+
+    They are "model" and "optim", and "scheduler" unless `scheduler`, the engine's own one, is None.
+    """
     return ("model", "optim") if scheduler is None else ("model", "optim", "scheduler")
 
 
-def rank_of(name: str, tensor_ranks: int = 1) -> int | None:
-    """Return the rank in a file name; None for a file that belongs to no rank. Of `tensor_ranks` tensor-parallel ranks,
-    DeepSpeed numbers all of one model together before the next."""
+def parse_rank(name: str, tensor_ranks: int = 1) -> int | None:
+    """Return the rank of the job in a file's name; None for a file that belongs to no rank.
+
+    `tensor_ranks` is the number of tensor-parallel ranks. DeepSpeed numbers all of one model replica before the next.
+    """
     found = MODEL3.fullmatch(name) or OPTIM.fullmatch(name)
     if found:
         return int(found[found.re.groups - 1]) * tensor_ranks + int(found[found.re.groups])
@@ -150,13 +154,13 @@ class Save(NamedTuple):
         return dict(sorted(found.items()))
 
     def tensor_ranks(self, where: str) -> int:
-        """Return how many tensor-parallel ranks the names of the files say, 1 for none. `where` is the path of the
-        save, for errors.
+        """Return the number of tensor-parallel ranks that the file names show, at least 1. `where` is the save's path,
+        for errors.
 
         Raises:
-            Corrupt: the files of one are missing.
+            Corrupt: all files of one of these ranks are missing.
         """
-        found = {r for n in self.names if (r := _tensor_rank(n)) is not None}
+        found = {r for n in self.names if (r := _parse_tensor_rank(n)) is not None}
         lost = next(r for r in range(len(found) + 1) if r not in found)
         if lost < len(found):
             raise Corrupt(
@@ -166,12 +170,15 @@ class Save(NamedTuple):
         return max(1, len(found))
 
     def of_tensor_rank(self, rank: int) -> Save:
-        """Return the save without the files of the other tensor-parallel ranks, except model files of stages 0 to 2."""
-        return self._replace(names=[n for n in self.names if MODEL.fullmatch(n) or _tensor_rank(n) in (None, rank)])
+        """Return the save without the files of other tensor-parallel ranks; the model files of stages 0 to 2 all
+        stay."""
+        return self._replace(
+            names=[n for n in self.names if MODEL.fullmatch(n) or _parse_tensor_rank(n) in (None, rank)]
+        )
 
 
-def _tensor_rank(name: str) -> int | None:
-    """Return the tensor-parallel rank in a file name; None for a file that belongs to none."""
+def _parse_tensor_rank(name: str) -> int | None:
+    """Return the tensor-parallel rank in a file's name; None if the name has none."""
     m = MODEL3.fullmatch(name) or MODEL.fullmatch(name) or OPTIM.fullmatch(name)
     return int(m[m.re.groups]) if m else None
 
@@ -181,8 +188,9 @@ def is_save(names: Iterable[str]) -> bool:
     return any(MODEL3.fullmatch(n) or MODEL.fullmatch(n) or OPTIM.fullmatch(n) for n in names)
 
 
-def saves_in(source: Source) -> dict[str, list[str]]:
-    """Return {tag: names in its folder} of the saves in a folder; only its first 2000 entries are looked at."""
+def list_deepspeed_saves(source: Source) -> dict[str, list[str]]:
+    """Return {tag: names of the files in its folder} of the saves in a folder. Only its first 2000 entries are
+    examined."""
     out = {}
     for name in source.list()[:2000]:
         inside = source.list(name)
@@ -219,14 +227,14 @@ def find_save(source: Source, tag: str | None, latest: str = "latest") -> Save:
             )
         inside = source.list(tag)
         if not is_save(inside):
-            others = ", ".join(saves_in(source)) or "none"
+            others = ", ".join(list_deepspeed_saves(source)) or "none"
             raise Corrupt(
                 f"{source.root}: the save that {origin} points to is missing. The save was not finished, or the folder "
                 f"was not copied whole; saves here: {others}. Choose one with {argument('tag')}.",
                 code="CKPT0401",
             )
         return Save(tag + "/", inside)
-    there = saves_in(source)
+    there = list_deepspeed_saves(source)
     if len(there) != 1:
         raise UsageError(
             f"{source.root} has no file {latest} and {len(there)} saves: {', '.join(there)}. Choose one with "
@@ -238,12 +246,16 @@ def find_save(source: Source, tag: str | None, latest: str = "latest") -> Save:
 
 
 def refuse_unsupported_files(save: Save, where: str) -> None:
-    """Refuse saves with state in files that are not read, by the names of their files. `where` is the path of the save
-    with a slash at its end, for errors.
+    """Refuse a save that has state in files of a kind that is not read; only the names of the files are examined.
+
+    Args:
+        save: the save.
+        where: its path with a slash at the end, for errors.
 
     Raises:
-        Unsupported: pipeline parallel ranks, experts in files of their own, optimizer state on NVMe.
-        Corrupt: a file that DeepSpeed's own script would take for one of a rank.
+        Unsupported: an expert or a layer is cut over model parallel ranks, or is in a file that is not named as
+            DeepSpeed 0.19 names it, or belongs to a save of stage 3; or the optimizer state was on NVMe.
+        Corrupt: DeepSpeed's zero_to_fp32.py would mistake a file for that of one more rank.
     """
     apart = () if any(map(MODEL3.fullmatch, save.names)) else (EXPERT, EXPERT_OPTIM, LAYER)  # none at stage 3
     for n in save.names:
@@ -297,7 +309,7 @@ class File:
         self.source, self.name, self.number = source, name, number
         self.what = f"{source.root}/{name}"
         self.read_at = source.reader_of(name)
-        tree = torch_zip.read(self.read_at, 0, source.size(name), self.what, stand_ins(self.what))
+        tree = torch_zip.read(self.read_at, 0, source.size(name), self.what, list_pickle_stand_ins(self.what))
         if dict_only and not isinstance(tree, dict):
             raise Corrupt(
                 f"{self.what} holds a {type(tree).__name__}, not a dict; DeepSpeed did not write it.", code="CKPT0406"
@@ -316,10 +328,15 @@ class File:
         return found
 
     def get(self, key: str, kind: type | tuple[type, ...], inside: dict[str, Any] | None = None) -> Any:
-        """Return a value of the file's dict, or of the dict `inside`, which is a part of it.
+        """Return the value under `key` in the file's dict, or in `inside`, a dict that is part of it.
+
+        Args:
+            key: the key.
+            kind: the type or types that the value may have; a bool is never accepted.
+            inside: the dict to look in; None: the whole file's.
 
         Raises:
-            Corrupt: it is missing or of another type; a bool is no int.
+            Corrupt: the key is missing, or the value has another type.
         """
         found = (self.tree if inside is None else inside).get(key)
         if not isinstance(found, kind) or isinstance(found, bool):
@@ -337,9 +354,11 @@ class File:
         return None if found is None else stored_tensors.decode_number(found.dtype, found.data)
 
 
-def stand_ins(what: str) -> dict[tuple[str, str], Any]:
-    """Return {(module, name): what to use in its place} for classes that DeepSpeed pickles, such as numbers for its
-    enums. `what` names the file in errors."""
+def list_pickle_stand_ins(what: str) -> dict[tuple[str, str], Any]:
+    """Return {(module, name) of a class: callable to unpickle in its place} for the classes that DeepSpeed pickles.
+
+    Enums become numbers. `what` is the path of the file, for errors.
+    """
 
     def stage(n: object = 0) -> int:
         """Return the number of a ZeroStageEnum; raise Corrupt if it is not 0 to 3."""
@@ -348,13 +367,19 @@ def stand_ins(what: str) -> dict[tuple[str, str], Any]:
         return n
 
     named = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
-    return {(STAGE.module, STAGE.name): stage, **enum_members((stage, named)), **torch_zip.size_stand_in(what)}
+    return {
+        (STAGE.module, STAGE.name): stage,
+        **make_enum_stand_ins((stage, named)),
+        **torch_zip.make_size_stand_in(what),
+    }
 
 
 @lru_cache(1 << 16)
-def _boxes(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Return (start, shape, number of elements) of the boxes that elements [first, last) of a flattened tensor of this
-    shape are."""
+def _split_into_boxes(
+    shape: tuple[int, ...], first: int, last: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """Split elements [first, last) of a flattened tensor of this shape into boxes; return [(start, shape, elements)]
+    of them."""
     return [(start, size, prod(size)) for start, size in boxes.flat_to_boxes(shape, first, last)]
 
 
@@ -367,12 +392,18 @@ class FlatRange(NamedTuple):
     offset: int
 
 
-def tensor_of_ranges(shape: tuple[int, ...], dtype: str, path: Path, cuts: Iterable[FlatRange]) -> TensorEntry:
-    """Return the entry, at `path`, of a tensor that lies in files as flat ranges; `cuts` says which elements lie
-    where."""
+def build_entry_from_ranges(shape: tuple[int, ...], dtype: str, path: Path, cuts: Iterable[FlatRange]) -> TensorEntry:
+    """Return the entry of a tensor that is stored as flat ranges of its elements.
+
+    Args:
+        shape: the shape of the tensor.
+        dtype: its dtype.
+        path: its canonical path.
+        cuts: the ranges, each with its place in a file.
+    """
     chunks, item = Chunks(len(shape)), ITEMSIZE[dtype]
     for first, last, file, offset in cuts:
-        for start, size, n in _boxes(shape, first, last):
+        for start, size, n in _split_into_boxes(shape, first, last):
             chunks.add(start, size, file, offset, n * item)
             offset += n * item
     return TensorEntry(dtype, shape, path, chunks)
@@ -403,12 +434,15 @@ def is_shape(x: object) -> bool:
 
 
 def refuse_model_parallel(file: File, tensor_ranks: int = 1) -> None:
-    """Refuse a model file that says it is of one of several model parallel ranks, other than the `tensor_ranks` whose
-    files are read.
+    """Refuse a model file that states other model parallel degrees than those of the files that are read.
+
+    Args:
+        file: the model file.
+        tensor_ranks: the number of tensor-parallel ranks whose files are read.
 
     Raises:
-        Unsupported: with the degrees that the file states.
-        Corrupt: it states another number of tensor-parallel ranks than have files.
+        Unsupported: it is one part of a tensor or pipeline parallel model.
+        Corrupt: it states another number of tensor-parallel ranks than there are files for.
     """
     stated = file.tree.get("checkpoint_parallel_dimensions")
     degrees = {"mp_world_size": file.tree.get("mp_world_size"), **(stated if isinstance(stated, dict) else {})}
@@ -427,20 +461,20 @@ def refuse_model_parallel(file: File, tensor_ranks: int = 1) -> None:
         )
 
 
-def zero_setting(config: object, key: str) -> Any:
-    """Return the value of a key of zero_optimization in DeepSpeed's configuration; None if it or the section is
+def get_zero_setting(config: object, key: str) -> Any:
+    """Return the value under `key` in zero_optimization of `config`, DeepSpeed's configuration; None where it is
     missing."""
     section = config.get("zero_optimization") if isinstance(config, dict) else None
     return section.get(key) if isinstance(section, dict) else None
 
 
 def refuse_mixed_saves(files: Sequence[File]) -> None:
-    """Refuse model files, one a rank in the order of the ranks, that are from different saves.
+    """Refuse model files of different saves. `files` has one file for each rank, in the order of the ranks.
 
     Raises:
-        Corrupt: with the rank that differs from rank 0.
+        Corrupt: a rank's counters, world sizes or param_shapes differ from rank 0's.
     """
-    odd = first_difference({key: f.tree.get(key) for key in _SAME} for f in files)
+    odd = find_differing_file({key: f.tree.get(key) for key in _SAME} for f in files)
     if odd is not None:
         rank, key = odd
         a, b = files[0].tree.get(key), files[rank].tree.get(key)
@@ -457,11 +491,11 @@ def is_placeholder(x: object) -> bool:
     return isinstance(x, StoredTensor) and x.shape == (0,)
 
 
-def tied_names(files: Sequence[File]) -> dict[str, str]:
-    """Return {alias: owner} of tied weights as model files list them; DeepSpeed does so in the file of rank 0 only.
+def read_tied_names(files: Sequence[File]) -> dict[str, str]:
+    """Return {alias: owner} of the tied weights that the model files list; DeepSpeed lists them in rank 0's file only.
 
     Raises:
-        Corrupt: a list is not of names.
+        Corrupt: a list has anything but names.
     """
     out: dict[str, str] = {}
     for f in files:
@@ -472,7 +506,7 @@ def tied_names(files: Sequence[File]) -> dict[str, str]:
     return out
 
 
-def equal_values(a: object, b: object, in_a: File | None = None, in_b: File | None = None) -> bool:
+def are_values_equal(a: object, b: object, in_a: File | None = None, in_b: File | None = None) -> bool:
     """Return whether two ranks have equal values: plain data, and tensors by their CRC32s. Tensors in torch.save's
     legacy format have none; their bytes are compared.
 
@@ -489,15 +523,18 @@ def equal_values(a: object, b: object, in_a: File | None = None, in_b: File | No
             return (a.at, a.storage.crc32) == (b.at, b.storage.crc32)
         return in_a is not None and in_b is not None and in_a.read_at(*a.extent) == in_b.read_at(*b.extent)
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(equal_values(v, b[k], in_a, in_b) for k, v in a.items())
+        return a.keys() == b.keys() and all(are_values_equal(v, b[k], in_a, in_b) for k, v in a.items())
     if isinstance(a, (list, tuple)) and type(a) is type(b):
-        return len(a) == len(b) and all(equal_values(x, y, in_a, in_b) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(are_values_equal(x, y, in_a, in_b) for x, y in zip(a, b, strict=True))
     return bool(a == b) or (a != a and b != b)
 
 
-def loss_scaler_leaves(optim: dict[str, Any]) -> Leaves:
-    """Return {path: value} of the loss scaler in `optim`, the `optimizer_state_dict` of an optimizer file; {} for the
-    static one with factor 1 of bf16 and fp32 engines."""
+def read_loss_scaler(optim: dict[str, Any]) -> Leaves:
+    """Return {path: value} of the loss scaler in an optimizer file, under canonical paths that begin with "scaler".
+
+    `optim` is the file's `optimizer_state_dict`. The static scaler with factor 1, which bf16 and fp32 engines have,
+    gives {}.
+    """
     found = optim.get("loss_scaler")
     state = found.state if isinstance(found, Opaque) else None
     if not isinstance(state, dict) or not (state.get("dynamic") or state.get("cur_scale", 1) != 1):

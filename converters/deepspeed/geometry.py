@@ -30,10 +30,10 @@ Groups = list[dict[str, tuple[int, ...]]]
 
 
 def partition_parameters(groups: Groups, world: int) -> tuple[dict[str, FlatPlace], list[int]]:
-    """Place parameters as stage 3 does, which cuts each of them into `world` parts; return ({name: where it lies},
-    [elements of each flat tensor, which are as many on every rank]).
+    """Place parameters as stage 3 does, which cuts each of them into `world` parts, one for each rank.
 
-    `groups` is [{name: shape}], the parameters in each flat tensor.
+    `groups` is [{name: shape}], the parameters in each flat tensor. Return ({name: place}, [length of each flat tensor
+    on one rank, in elements; the same on every rank]).
 
     partition_parameters([{"w": (5,), "b": (1,)}], 2)
         == ({"w": FlatPlace(0, (5,), [(0, 0, 3, 0), (1, 3, 5, 0)]), "b": FlatPlace(0, (1,), [(0, 0, 1, 3)])}, [4])
@@ -55,12 +55,16 @@ def partition_parameters(groups: Groups, world: int) -> tuple[dict[str, FlatPlac
 def concatenate_parameters(
     groups: Groups, parts: list[int], paddings: list[list[int]] | None = None
 ) -> dict[str, FlatPlace]:
-    """Place parameters as stages 1 and 2 do; return {name: where it lies}.
+    """Place parameters as stages 1 and 2 do: one after the other in a flat tensor that is cut into equal ranges, one a
+    rank.
 
     Args:
-        groups: [{name: shape}], the parameters in each flat tensor, where they lie one after the other.
-        parts: the elements of each flat tensor that one rank has; the tensor is cut into such ranges.
-        paddings: the elements that lie behind each parameter, by flat tensor; None: no padding.
+        groups: [{name: shape}], the parameters in each flat tensor, in their order.
+        parts: for each flat tensor, the number of its elements that one rank holds.
+        paddings: for each flat tensor, the number of padding elements after each parameter; None: no padding.
+
+    Returns:
+        {name: place}.
 
     concatenate_parameters([{"w": (5,), "b": (1,)}], [4])
         == {"w": FlatPlace(0, (5,), [(0, 0, 4, 0), (1, 4, 5, 0)]), "b": FlatPlace(0, (1,), [(1, 0, 1, 1)])}

@@ -43,7 +43,7 @@ from ckpttool.index.checkpoint import (
 )
 from ckpttool.index.composites import shape_of
 from ckpttool.index.fqns import EXTRA_STATE, strip_wrappers
-from ckpttool.index.names import canonical, with_canonical_keys
+from ckpttool.index.names import make_canonical_state, with_canonical_keys
 from ckpttool.index.records import Records
 from ckpttool.layouts import Place, ReadOptions, checkpoint_of
 from ckpttool.storage.source import Source
@@ -57,18 +57,18 @@ from .files import (
     OWN,
     File,
     FlatRange,
-    equal_values,
+    are_values_equal,
+    build_entry_from_ranges,
     find_save,
+    get_zero_setting,
     is_placeholder,
     is_shape,
-    keys_of_job,
-    rank_of,
+    list_client_keys,
+    parse_rank,
+    read_tied_names,
     refuse_mixed_saves,
     refuse_model_parallel,
     refuse_unsupported_files,
-    tensor_of_ranges,
-    tied_names,
-    zero_setting,
 )
 
 __all__ = ["DERIVED", "SaveReader"]
@@ -160,24 +160,27 @@ class SaveReader:
         self.others: list[tuple[str, int, int]] = []  # (name, rank, bytes) of other copies of buffers and extra states
 
     def load(self, name: str, dict_only: bool = True) -> File:
-        """Unpickle a file of the save, and add it to the files of the checkpoint. Unless `dict_only`, it may hold
-        another thing than a dict.
+        """Unpickle a file of the save, given by its name in the save's folder, and add it to the files of the
+        checkpoint.
+
+        `dict_only` is whether the file must hold a dict.
 
         Raises:
-            Corrupt: it is damaged, holds no dict, or was saved as the file of another rank and the options do not allow
-                that.
+            Corrupt: it is damaged, holds no dict though it must, or was saved as the file of another rank and the
+                option `allow_equal_ranks` is not set.
         """
-        out = self._load(self.save.folder + name, dict_only)
+        out = self._load_from_source(self.save.folder + name, dict_only)
         allowed = self.options.allow_equal_ranks
-        self.notes += torch_zip.refuse_other_rank(out.read_at, self.source.size(out.name), out.what, allowed)
+        self.notes += torch_zip.refuse_file_of_other_rank(out.read_at, self.source.size(out.name), out.what, allowed)
         return out
 
-    def _load(self, name: str, dict_only: bool = True) -> File:
-        """Unpickle a file by its name below the source, and add it to the files of the checkpoint. Unless `dict_only`,
-        it may hold another thing than a dict.
+    def _load_from_source(self, name: str, dict_only: bool = True) -> File:
+        """Unpickle a file, given by its path below the source, and add it to the files of the checkpoint.
+
+        `dict_only` is whether the file must hold a dict.
 
         Raises:
-            Corrupt: it is damaged or holds no dict.
+            Corrupt: it is damaged, or holds no dict though it must.
         """
         return File(self.source, name, self.files.number(name), dict_only)
 
@@ -187,12 +190,15 @@ class SaveReader:
         return t
 
     def whole_tensor(self, file: File, t: StoredTensor, path: Path) -> TensorEntry:
-        """Return the entry, at `path`, of a tensor that lies whole in one file."""
+        """Return the entry, at the canonical path `path`, of a tensor that `file` holds completely, and remember its
+        CRC32."""
         return self.files.entry(file.number, t, path)
 
     def add_leaves(self, path: Path, value: object, file: File) -> None:
-        """Add a value from a file, with everything in it, at `path` to the optimizer if the path begins with "optim",
-        else to the rest."""
+        """Add the tensors and data of a nested value from `file` to the save, under paths that begin with `path`.
+
+        They go to the optimizer if `path` begins with "optim", else to the rest of the state.
+        """
         (self.optim if path[0] == "optim" else self.rest).update(self.files.leaves(file.number, value, path))
 
     def files_of_ranks(self, pattern: re.Pattern[str], group: int, world: int, what: str) -> list[str]:
@@ -258,20 +264,20 @@ class SaveReader:
         return out
 
     def add_model_state(self, models: list[File]) -> None:
-        """Add the weights, in the order of `module`, the state dict in a model file: masters, frozen parameters,
-        buffers, tied ones; and everything else in the model files.
+        """Add the weights, in the order of `module`, the state dict in a model file, and all other state in the model
+        files.
 
-        `models` are the model files, in the order of the ranks; the masters, fp32 copies of the weights, are added
-        before.
+        The weights are masters (fp32 copies), frozen parameters, buffers and tied weights. The masters must be in
+        `self.masters` already. `models` are the model files, in the order of the ranks.
 
         Raises:
-            Corrupt: a placeholder belongs to no parameter, or the files of ranks contradict one another.
+            Corrupt: a placeholder belongs to no parameter, or the ranks' files contradict one another.
             Unsupported: an entry is neither a tensor nor the extra state of a module.
         """
         first = models[0]
         refuse_model_parallel(first, self.tensor_ranks)
-        _check_same_keys(models)
-        listed = self._listed_names(models)
+        _check_same_model_keys(models)
+        listed = self._read_model_names(models)
         for name, t in listed.module.items():
             self._add_module_entry(name, t, listed, models)
         for name, stack in self.stacks.items():
@@ -282,24 +288,24 @@ class SaveReader:
         self.model.update({n: t for n, t in self.masters.items() if n not in self.model})
         for name, shape in listed.frozen.items():
             if name not in self.model:
-                self.model[name] = self._frozen_parameter(name, shape, models)
+                self.model[name] = self._read_frozen_parameter(name, shape, models)
         for alias, owner in listed.aliases.items():
             if owner not in self.model:
                 raise Corrupt(f'{first.what}: "{alias}" is tied to "{owner}", which is not there.', code="CKPT0406")
             self.model[alias] = replace(self.model[owner], path=("model", alias))
         self.model = {n: self.model[n] for n in [*(n for n in listed.module if n in self.model), *self.model]}
-        self._note_what_is_left_out(first, listed.module)
+        self._note_omitted_weights(first, listed.module)
         if self.tensor_rank == 0:  # it adds that of the others too
             self.add_other_state(self.everyone or models)
 
-    def _listed_names(self, models: list[File]) -> _ModelNames:
-        """Return the names that the model files list.
+    def _read_model_names(self, models: list[File]) -> _ModelNames:
+        """Return the state dict, frozen parameters, buffers and tied weights that the model files list.
 
         Raises:
-            Corrupt: they have other forms than DeepSpeed's, or contradict one another.
+            Corrupt: the lists have other forms than DeepSpeed's, or contradict one another.
         """
         first = models[0]
-        module, aliases = first.get("module", dict), tied_names([*models, *self.everyone])
+        module, aliases = first.get("module", dict), read_tied_names([*models, *self.everyone])
         frozen = first.tree.get("frozen_param_shapes") or {}
         buffers = first.buffer_names()
         if not isinstance(frozen, dict) or not all(is_shape(s) for s in frozen.values()):
@@ -328,7 +334,7 @@ class SaveReader:
         first = self.homes.get(str(name), models[0])
         if isinstance(name, str) and name.rpartition(".")[2] == EXTRA_STATE and name not in listed.buffers:
             self.add_leaves(("model", name), t, first)
-            self._compare_copies(name, t, models)
+            self._record_differing_copies(name, t, models)
             return
         if not isinstance(name, str) or not isinstance(t, StoredTensor):
             raise Unsupported(
@@ -341,7 +347,7 @@ class SaveReader:
         elif name in listed.aliases:
             return  # with its owner
         elif name in listed.frozen:
-            self.model[name] = self._frozen_parameter(name, listed.frozen[name], models)
+            self.model[name] = self._read_frozen_parameter(name, listed.frozen[name], models)
         elif is_placeholder(t) and name not in listed.buffers and self.tensor_ranks == 1:  # else a part may be empty
             raise Corrupt(
                 f'{first.what}: "{name}" is a placeholder in module, but neither param_shapes nor '
@@ -358,7 +364,7 @@ class SaveReader:
         else:
             self.model[name] = self.whole_tensor(first, t, ("model", name))
             if t.numel:
-                self._compare_copies(name, t, models)
+                self._record_differing_copies(name, t, models)
 
     def _add_master(self, name: str, t: StoredTensor, first: File) -> None:
         """Add the master of a weight, its fp32 copy, as the weight.
@@ -380,8 +386,9 @@ class SaveReader:
             chunks = Chunks.whole(t.shape, first.number, *t.extent)
             self.rounded[name] = TensorEntry(t.dtype, t.shape, ("model", name), chunks)
 
-    def _note_what_is_left_out(self, first: File, module: dict[Any, Any]) -> None:
-        """Add notes on rounded weights, which are not state, and on frozen parameters that were not saved.
+    def _note_omitted_weights(self, first: File, module: dict[Any, Any]) -> None:
+        """Add notes on rounded weights, which are not kept as state, and on frozen parameters that the job did not
+        save.
 
         `module` is the state dict in `first`, the model file of rank 0.
         """
@@ -391,7 +398,7 @@ class SaveReader:
         ):
             self.notes.append(DERIVED)
         lists_frozen = (
-            any(map(is_placeholder, module.values())) or zero_setting(first.tree.get("ds_config"), "stage") == 2
+            any(map(is_placeholder, module.values())) or get_zero_setting(first.tree.get("ds_config"), "stage") == 2
         )  # stages 0 and 1 have no such list
         if lists_frozen and first.tree.get("frozen_param_shapes", {}) is None:
             self.notes.append(
@@ -399,15 +406,18 @@ class SaveReader:
                 "(exclude_frozen_parameters); they must come from elsewhere"
             )
 
-    def _compare_copies(self, name: str, value: object, models: list[File]) -> None:
-        """Add to `others` each rank whose model file has something else under `name` than rank 0's, of which `value` is
-        read.
+    def _record_differing_copies(self, name: str, value: object, models: list[File]) -> None:
+        """Compare the ranks' copies of the entry `name` of `module`; add each that differs from rank 0's to
+        `self.others`.
 
-        `models` are the model files, in the order of the ranks.
+        Args:
+            name: the key of the entry.
+            value: its value in the file of rank 0.
+            models: the model files, in the order of the ranks.
         """
         for rank, f in enumerate(models[1:], 1):
             module = f.tree.get("module")
-            if isinstance(module, dict) and not equal_values(value, module.get(name), models[0], f):
+            if isinstance(module, dict) and not are_values_equal(value, module.get(name), models[0], f):
                 nbytes = prod(value.shape) * ITEMSIZE[value.dtype] if isinstance(value, StoredTensor) else 0
                 self.others.append((name, rank * self.tensor_ranks + self.tensor_rank, nbytes))
 
@@ -437,12 +447,12 @@ class SaveReader:
             if key in MAYBE and value is None:
                 continue
             # the job's own "model" or "optim" is neither, nor is its "scheduler" that of the engine
-            path: Path = ("extra", key) if key in keys_of_job(first.tree.get("lr_scheduler")) else (key,)
+            path: Path = ("extra", key) if key in list_client_keys(first.tree.get("lr_scheduler")) else (key,)
             self.add_leaves(path, value, first)
             others = [
                 (r, f)
                 for r, f in enumerate(files)
-                if r and key in f.tree and not equal_values(value, f.tree[key], first, f)
+                if r and key in f.tree and not are_values_equal(value, f.tree[key], first, f)
             ]
             if others:
                 differing.append(key)
@@ -482,14 +492,14 @@ class SaveReader:
                 f"{file.what}: the param groups list the flat tensors {listed} of {len(members)}.", code="CKPT0417"
             )
 
-    def _frozen_parameter(self, name: str, shape: tuple[int, ...], models: list[File]) -> TensorEntry:
-        """Return the entry of a frozen parameter, which is whole in a single model file, else one padded part in that
-        of each rank.
+    def _read_frozen_parameter(self, name: str, shape: tuple[int, ...], models: list[File]) -> TensorEntry:
+        """Return the entry of a frozen parameter: complete in a single model file, or with one padded part in each
+        rank's.
 
         `models` are the model files, in the order of the ranks.
 
         Raises:
-            Corrupt: a rank has another part than follows from the shape.
+            Corrupt: a rank's part has another dtype or length than follows from the shape.
         """
         n = prod(shape)
         part = -(-n // len(models))
@@ -508,7 +518,7 @@ class SaveReader:
             if r * part < n:
                 cuts.append(FlatRange(r * part, min(n, (r + 1) * part), f.number, self.keep_crc(f, t).extent[0]))
         assert dtype is not None
-        return tensor_of_ranges(shape, dtype, ("model", name), cuts)
+        return build_entry_from_ranges(shape, dtype, ("model", name), cuts)
 
     def add_trainer_files(self) -> None:
         """Add what HF Trainer and Accelerate write beside the folder of the save: scheduler and counters. Nothing is
@@ -517,7 +527,7 @@ class SaveReader:
             return  # the tag's own folder was given: what lies above it is not asked for
         for name in self.source.list():
             if name in ("scheduler.bin", "scheduler.pt") and not any(p[0] == "lr_scheduler" for p in self.rest):
-                file = self._load(name)
+                file = self._load_from_source(name)
                 self.add_leaves(("lr_scheduler",), file.tree, file)
         if self.source.exists("trainer_state.json"):
             parsed = _read_json(self.source, "trainer_state.json")
@@ -526,13 +536,13 @@ class SaveReader:
                 self.notes.append("the counters of trainer_state.json are kept, its log_history is not")
 
     def build_checkpoint(self, layout: str, world: int | None, like: tuple[str, ...] | None = None) -> Checkpoint:
-        """Build the index of what was read.
+        """Build the index of everything that was added.
 
         Args:
             layout: the name of the layout.
             world: the number of ranks; None if the layout has none.
-            like: the names of the parameters that the optimizer numbers, in their order; None if it has names, or they
-                are to be told apart by shapes.
+            like: the names of the parameters, in the order in which the optimizer numbers them; None if the optimizer
+                has names, or if the numbers are to be matched by shapes.
         """
         if self.tensor_rank == 0:
             self.add_trainer_files()
@@ -543,10 +553,10 @@ class SaveReader:
         leaves: Leaves = {("model", n): t for n, t in self.model.items()}
         leaves.update(self.optim)
         leaves.update(self.rest)
-        named = with_canonical_keys(canonical(leaves, shape_of, like, same_bytes, self.options.only))
+        named = with_canonical_keys(make_canonical_state(leaves, shape_of, like, same_bytes, self.options.only))
         out = checkpoint_of(named, layout, self.source.root, world, self.files.names, self.source)
         out.records = Records(self.files.records.values())
-        ranks = {i: rank_of(n.rpartition("/")[2], self.tensor_ranks) for i, n in enumerate(self.files.names)}
+        ranks = {i: parse_rank(n.rpartition("/")[2], self.tensor_ranks) for i, n in enumerate(self.files.names)}
         out.ranks = {i: r for i, r in ranks.items() if r is not None}
         out.notes = self.notes + out.notes
         out.trainer = out.trainer or "DeepSpeed"
@@ -555,7 +565,7 @@ class SaveReader:
         return out
 
 
-def _check_same_keys(models: list[File]) -> None:
+def _check_same_model_keys(models: list[File]) -> None:
     """Check that the model files of all ranks have the same keys about the model, and the same buffers.
 
     Raises:

@@ -36,17 +36,18 @@ class Stage(NamedTuple):
 
 
 def is_pipeline(save: Save) -> bool:
-    """Return whether a save has weights by layer."""
+    """Return whether a save is that of a PipelineModule, which has one file of weights for each layer."""
     return any(map(LAYER.fullmatch, save.names))
 
 
 def load_stages(reading: SaveReader) -> list[Stage]:
-    """Load the model files of all stages, and the files of layers, whose entries are put into `module` of each model
-    file.
+    """Load the model files of all stages and the files of all layers; return the stages in their order.
+
+    `module` of each model file becomes the state dict of the whole model.
 
     Raises:
-        Corrupt: a file is missing, or the files are from different saves.
-        Unsupported: the save does not say whose the weights of a layer are.
+        Corrupt: a file is missing, or files are from different saves.
+        Unsupported: the save is without ZeRO or also tensor parallel, or a layer may be any of several tied ones.
     """
     save = reading.save = find_save(reading.source, reading.options.tag)
     reading.tensor_ranks = 1
@@ -91,15 +92,16 @@ def load_stages(reading: SaveReader) -> list[Stage]:
 def _load_layers(
     reading: SaveReader, trained: dict[str, tuple[int, ...]], buffers: set[str]
 ) -> dict[str, StoredTensor | object]:
-    """Load the files of layers and return the state dict of the whole model.
+    """Load the files of all layers, and return {name: tensor, or extra state} of the whole model.
 
     Args:
+        reading: the reader of the save, which records the file of each entry.
         trained: {name: shape} of the parameters of all stages.
         buffers: the names of all buffers.
 
     Raises:
         Corrupt: a layer has two files, or a parameter of param_shapes is in no file and not tied.
-        Unsupported: several tied layers are like the one in a file.
+        Unsupported: a file fits several tied layers.
     """
     tied: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in trained.items():

@@ -30,17 +30,20 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
     Raises:
         Corrupt: files of ranks are missing, duplicated, or of different saves.
-        Unsupported: the save is of ranks whose parts nothing tells how to join, or has its optimizer state on NVMe.
+        Unsupported: the save does not state how the ranks' parts are joined, or its optimizer state was on NVMe.
         UsageError: there are several saves, and none is named.
     """
     reading = SaveReader(where, options)
     if is_pipeline(reading.save):
         return _read_pipeline(reading)
-    return read_tensor_ranks(where, options, _read_rank)
+    return read_tensor_ranks(where, options, _read_tensor_rank)
 
 
-def _read_rank(reading: SaveReader, models: list[File]) -> Checkpoint:
-    """Return the index of what one tensor-parallel rank saved, or the only one; `models` are its model files."""
+def _read_tensor_rank(reading: SaveReader, models: list[File]) -> Checkpoint:
+    """Return the index of the state of one tensor-parallel rank; without tensor parallelism, that of the whole save.
+
+    `models` are the rank's model files: one for each data-parallel rank at stage 3, else a single one.
+    """
     if not reading.save.files(ds.MODEL, 1):
         return _read_stage3(reading, models)
     (model,) = models
@@ -101,7 +104,7 @@ def _load_optimizer_files(
             )
         _check_stage(f, whole, flats)
         masters = f.get(flats, list, whole)
-        if len(masters) != count or not all(_is_flat(t) for t in masters):
+        if len(masters) != count or not all(_is_flat_float_tensor(t) for t in masters):
             raise Corrupt(f"{f.what}: {flats} are not {count} flat tensors, as param_shapes says.", code="CKPT0412")
         if out and [t.dtype for t in masters] != [t.dtype for t in out[0].masters]:
             raise Corrupt(
@@ -127,12 +130,16 @@ def _load_optimizer_files(
                 code="CKPT0417",
             )
         out.append(_Optim(f, whole, masters, state, groups))
-        if not ds.equal_values(out[0].groups, groups) or _slots(out[0].state) != _slots(state):
-            what = "param_groups" if _slots(out[0].state) == _slots(state) else "the slots of the optimizer"
+        if not ds.are_values_equal(out[0].groups, groups) or _list_slot_names(out[0].state) != _list_slot_names(state):
+            what = (
+                "param_groups"
+                if _list_slot_names(out[0].state) == _list_slot_names(state)
+                else "the slots of the optimizer"
+            )
             raise Corrupt(
                 f"{f.what}: {what} differ from rank 0's. The files are from different saves.", code="CKPT0409"
             )
-    reading.rest.update(ds.loss_scaler_leaves(out[0].whole))
+    reading.rest.update(ds.read_loss_scaler(out[0].whole))
     return out
 
 
@@ -153,13 +160,13 @@ def _check_stage(f: File, whole: dict[str, Any], flats: str) -> None:
         )
 
 
-def _is_flat(x: object) -> bool:
+def _is_flat_float_tensor(x: object) -> bool:
     """Return whether data from a pickle is a contiguous 1-D tensor of floats."""
     return isinstance(x, StoredTensor) and len(x.shape) == 1 and x.contiguous and "float" in x.dtype
 
 
-def _slots(state: dict[int, dict[str, Any]]) -> dict[int, set[str]]:
-    """Return {number of a flat tensor: names of its slots} of an optimizer's state."""
+def _list_slot_names(state: dict[int, dict[str, Any]]) -> dict[int, set[str]]:
+    """Return {number of a flat tensor: names of its slots} of the base optimizer's `state`."""
     return {g: set(slots) for g, slots in state.items()}
 
 
@@ -180,7 +187,7 @@ def _join_parts(
     for rank, first, last, at in p.parts:
         begin = reading.keep_crc(files[rank], flats[rank]).extent[0]
         ranges.append(FlatRange(first, last, files[rank].number, begin + at * ITEMSIZE[dtype]))
-    return ds.tensor_of_ranges(p.shape, dtype, path, ranges)
+    return ds.build_entry_from_ranges(p.shape, dtype, path, ranges)
 
 
 def _add_masters(reading: SaveReader, optims: list[_Optim], flats: dict[str, FlatPlace]) -> None:
@@ -221,7 +228,7 @@ def _add_optimizer(
                 )
             everyone = [o.state[g].get(slot) for o in optims]
             if not isinstance(found, StoredTensor) or not found.shape:
-                entry = _shared_counter(reading, files, everyone, f"{slot} of flat tensor {g}")
+                entry = _read_shared_counter(reading, files, everyone, f"{slot} of flat tensor {g}")
                 for name in members[g]:
                     path: Path = ("optim", "state", name, slot)
                     reading.optim[path] = (
@@ -229,7 +236,7 @@ def _add_optimizer(
                     )
                 continue
             for rank, (f, t) in enumerate(zip(files, everyone, strict=True)):
-                if not isinstance(t, StoredTensor) or not _is_flat(t) or t.dtype != found.dtype:
+                if not isinstance(t, StoredTensor) or not _is_flat_float_tensor(t) or t.dtype != found.dtype:
                     raise Corrupt(
                         f"{f.what}: {slot} of flat tensor {g} is {short(t)}, unlike rank 0's.", code="CKPT0417"
                     )
@@ -253,7 +260,7 @@ def _add_optimizer(
         )
 
 
-def _shared_counter(reading: SaveReader, files: list[File], values: list[Any], what: str) -> Any:
+def _read_shared_counter(reading: SaveReader, files: list[File], values: list[Any], what: str) -> Any:
     """Return a counter on which all ranks must agree: the entry of rank 0's tensor, or the value itself if it is no
     tensor.
 
@@ -326,19 +333,19 @@ def _read_stage12(reading: SaveReader, model: File, experts: Experts) -> Checkpo
         raise Corrupt(f"{model.what}: dp_world_size is {world}.", code="CKPT0406")
     lost = world - len(reading.save.files(ds.OPTIM, 2))
     if lost > 0 and reading.options.salvage:
-        return _without_optimizer(reading, model, world, lost)
+        return _salvage_weights(reading, model, world, lost)
     stage = _add_stage12(reading, model, experts)[0]
     reading.add_model_state([model])
     return reading.build_checkpoint(f"zero{stage}", world)
 
 
 def _read_pipeline(reading: SaveReader) -> Checkpoint:
-    """Read a save of a pipeline, each stage of which is a job of ZeRO-1 with the parameters of its layers, and return
-    its index.
+    """Return the index of a save of a pipeline, each stage of which is a job of ZeRO-1 with the parameters of its
+    layers.
 
     Raises:
         Corrupt: files are missing, or contradict one another.
-        Unsupported: it is without ZeRO, or its stages have other param groups.
+        Unsupported: it is without ZeRO, or its stages have different param groups.
     """
     stages = load_stages(reading)
     whole, members, first = reading.save, list[list[str]](), None
@@ -356,7 +363,7 @@ def _read_pipeline(reading: SaveReader) -> Checkpoint:
         groups = [{k: v for k, v in g.items() if k != "params"} for g in optim.groups or [{} for _ in own]]
         if first is None:
             first, known, members = optim, groups, [[] for _ in own]
-        if not ds.equal_values(known, groups):
+        if not ds.are_values_equal(known, groups):
             raise Unsupported(
                 f"{optim.file.what}: param_groups differ from those of the first stage, so they are not the same "
                 "groups of the whole model.",
@@ -377,8 +384,10 @@ def _read_pipeline(reading: SaveReader) -> Checkpoint:
 
 
 def _add_stage12(reading: SaveReader, model: File, experts: Experts) -> tuple[int, list[list[str]], _Optim]:
-    """Add the masters and the optimizer of a save of stage 1 or 2; return (its stage, the parameters of each group, the
-    optimizer file of rank 0). The arguments are those of `_read_stage12`.
+    """Add the masters and the optimizer of a save of stage 1 or 2. The arguments are those of `_read_stage12`.
+
+    Returns:
+        (the stage, [names of the parameters of each param group], the optimizer file of rank 0).
 
     Raises:
         Corrupt: files are missing, or contradict one another.
@@ -388,10 +397,10 @@ def _add_stage12(reading: SaveReader, model: File, experts: Experts) -> tuple[in
         reading, world, "single_partition_of_fp32_groups", "base_optimizer_state", len(shapes), experts
     )
     replicas = experts.check_groups(optims[0].file.what, shapes, optims[0].whole["partition_count"])
-    parts, paddings = _part_sizes(optims, shapes, replicas)
+    parts, paddings = _compute_part_sizes(optims, shapes, replicas)
     flats = experts.place(shapes, parts, paddings, replicas)
     if experts.counts or experts.stacked:
-        _check_places(optims, flats, experts, replicas)
+        _check_expert_parts(optims, flats, experts, replicas)
     raw = [sum(map(prod, s.values())) + sum(paddings[g]) for g, s in enumerate(shapes)]
 
     def lengths(rank: int, g: int) -> set[int]:
@@ -411,7 +420,9 @@ def _add_stage12(reading: SaveReader, model: File, experts: Experts) -> tuple[in
                 )
     _add_masters(reading, optims, flats)
     members = [
-        experts.members(_members_in_order(reading, optims, g, list(s), model.get("module", dict)), world // replicas[g])
+        experts.members(
+            _order_group_members(reading, optims, g, list(s), model.get("module", dict)), world // replicas[g]
+        )
         for g, s in enumerate(shapes)
     ]
     _add_optimizer(reading, optims, flats, members, lengths)
@@ -420,19 +431,18 @@ def _add_stage12(reading: SaveReader, model: File, experts: Experts) -> tuple[in
     return stage if stage in (1, 2) else 1, members, optims[0]
 
 
-def _without_optimizer(reading: SaveReader, model: File, world: int, lost: int) -> Checkpoint:
-    """Return the index of a damaged save with the weights alone, those that the engine computes with, which every rank
-    has whole at stages 1 and 2.
+def _salvage_weights(reading: SaveReader, model: File, world: int, lost: int) -> Checkpoint:
+    """Return the index of a damaged save of stage 1 or 2 without its optimizer.
 
-    Masters and state of the optimizer are in the files of all ranks together, so none of a tensor is left where `lost`
-    of the `world` files are missing.
+    Its weights are those that the engine computes with, which the model file has completely. Every rank's optimizer
+    file has a part of each master and slot, so none of these is complete where `lost` of the `world` files are missing.
     """
     reading.add_model_state([model])
     out = reading.build_checkpoint("zero1", world)
     why = f"{lost} of the {world} optimizer files are lost, and each has a part of everything in it"
     out.salvage = Salvage([why], {"optim": why})
     trained = {n for group in ds.param_shapes(model) for n in group}
-    trained |= {alias for alias, owner in ds.tied_names([model]).items() if owner in trained}
+    trained |= {alias for alias, owner in ds.read_tied_names([model]).items() if owner in trained}
     for name, t in out.tensors.items():
         # of experts, param_shapes has those of rank 0
         local = EXPERT_NAME.sub(r"\1.0.\3", str(t.path[-1]))
@@ -441,14 +451,21 @@ def _without_optimizer(reading: SaveReader, model: File, world: int, lost: int) 
     return out
 
 
-def _members_in_order(
+def _order_group_members(
     reading: SaveReader, optims: list[_Optim], g: int, shapes: list[str], module: dict[str, Any]
 ) -> list[str]:
-    """Return the parameters of group `g` in the order of the optimizer, with a note if that is not the order of
-    `shapes`, the names in param_shapes; `module` has those of the model, in its order.
+    """Return the parameters of group `g` in the order of the optimizer; a note is added if param_shapes has another
+    order.
 
     round_robin_gradients shuffles them in the flat tensor, and param_shapes with them; param_slice_mappings keep the
     order the optimizer was given, which is what the next engine will have.
+
+    Args:
+        reading: the reader of the save.
+        optims: the optimizer file of each rank.
+        g: the number of the group.
+        shapes: its names in param_shapes, in their order.
+        module: the state dict in the model file, in the order of the model.
     """
     listed: dict[str, None] = {}
     for o in optims:
@@ -457,7 +474,7 @@ def _members_in_order(
         listed.update(dict.fromkeys(own if isinstance(own, dict) else ()))
     known = listed.keys() == set(shapes)
     if list(listed) == shapes or not (
-        known or ds.zero_setting(optims[0].file.tree.get("ds_config"), "round_robin_gradients")
+        known or ds.get_zero_setting(optims[0].file.tree.get("ds_config"), "round_robin_gradients")
     ):
         return shapes
     reading.notes.append(
@@ -467,14 +484,23 @@ def _members_in_order(
     return list(listed) if known else [n for n in module if n in set(shapes)]
 
 
-def _check_places(optims: list[_Optim], flats: dict[str, FlatPlace], experts: Experts, replicas: list[int]) -> None:
-    """Check that each rank has the parts of experts that follow from its number, by the addresses in
-    param_slice_mappings, which round_robin_gradients makes wrong.
+def _check_expert_parts(
+    optims: list[_Optim], flats: dict[str, FlatPlace], experts: Experts, replicas: list[int]
+) -> None:
+    """Check that the parts that param_slice_mappings list for each rank are those of its expert parallel rank.
+
+    With round_robin_gradients, which makes these lists wrong, nothing is checked.
+
+    Args:
+        optims: the optimizer file of each rank.
+        flats: {parameter: its place in the flat tensors}.
+        experts: the experts of the save.
+        replicas: for each group, the number of ranks that partition it.
 
     Raises:
-        Corrupt: it lists others.
+        Corrupt: a rank lists other parts.
     """
-    if ds.zero_setting(optims[0].file.tree.get("ds_config"), "round_robin_gradients"):
+    if ds.get_zero_setting(optims[0].file.tree.get("ds_config"), "round_robin_gradients"):
         return
     for rank, o in enumerate(optims):
         found = o.whole.get("param_slice_mappings")
@@ -493,13 +519,13 @@ def _check_places(optims: list[_Optim], flats: dict[str, FlatPlace], experts: Ex
                 )
 
 
-def _part_sizes(optims: list[_Optim], shapes: Groups, replicas: list[int]) -> tuple[list[int], list[list[int]]]:
-    """Return ([elements of a rank's part] by group, [elements of padding after each parameter] by group).
+def _compute_part_sizes(optims: list[_Optim], shapes: Groups, replicas: list[int]) -> tuple[list[int], list[list[int]]]:
+    """Return ([elements of one rank's part of each group], [padding elements after each parameter, for each group]).
 
     Args:
         optims: the optimizer file of each rank.
         shapes: [{name: shape}], the parameters in each group.
-        replicas: over how many ranks each group is partitioned.
+        replicas: for each group, the number of ranks that partition it.
 
     Raises:
         Corrupt: the parts are too long for the parameters, or the paddings are of another form or differ between ranks.
@@ -565,7 +591,7 @@ def _read_stage0(reading: SaveReader, model: File) -> Checkpoint:
             "optimizer_state_dict. The file is damaged, or another program changed it; fetch it again.",
             code="CKPT0417",
         )
-    aliases = ds.tied_names([model])
+    aliases = ds.read_tied_names([model])
     own = [n for n in reading.model if n not in set(model.tree.get("buffer_names") or ()) | aliases.keys()]
     groups = model.get("param_groups", list, inner)
     if not all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups) or any(
@@ -580,11 +606,11 @@ def _read_stage0(reading: SaveReader, model: File) -> Checkpoint:
             reading.add_leaves(("scaler", key), state[key], model)
     out = reading.build_checkpoint("zero0", model.get("dp_world_size", int), like)
     if masters is not None:
-        _replace_masters(out, reading, model, masters)
+        _replace_weights_by_masters(out, reading, model, masters)
     return out
 
 
-def _replace_masters(out: Checkpoint, reading: SaveReader, model: File, masters: Any) -> None:
+def _replace_weights_by_masters(out: Checkpoint, reading: SaveReader, model: File, masters: Any) -> None:
     """Replace the weights in the index `out` by their masters, the fp32 copies that a stage 0 bf16 engine has in its
     optimizer.
 
@@ -609,7 +635,7 @@ def _replace_masters(out: Checkpoint, reading: SaveReader, model: File, masters:
                 )
             out.tensors[f"model.{name}"] = reading.whole_tensor(model, t, old.path)
             out.rounded[f"model.{name}"] = old
-    for alias, owner in ds.tied_names([model]).items():
+    for alias, owner in ds.read_tied_names([model]).items():
         if f"model.{owner}" in out.tensors:
             out.tensors[f"model.{alias}"] = replace(out.tensors[f"model.{owner}"], path=("model", alias))
     out.records = Records(reading.files.records.values())

@@ -34,13 +34,13 @@ __all__ = [
     "ParameterCut",
     "ParameterPiece",
     "advise_joining",
+    "build_universal_info",
+    "count_map_ranks",
     "cut_for_ranks",
-    "info_of_cuts",
-    "parse_map",
-    "pattern_of",
-    "ranks_of",
-    "sizes_of_matrices",
-    "whole_on",
+    "make_parameter_pattern",
+    "make_whole_piece",
+    "parse_parameter_map",
+    "read_sub_param_sizes",
 ]
 
 #: The key of a model file under which it says that.
@@ -69,13 +69,17 @@ class ParameterCut(NamedTuple):
         return all(p == self.shape for p in self.parts)
 
 
-def pattern_of(name: str) -> str:
-    """Return the pattern under which a save keeps what it says of the parameter `name`."""
+def make_parameter_pattern(name: str) -> str:
+    """Return the key of the parameter `name` in affine_map: a regular expression that matches this name alone."""
     return f"^{re.escape(name)}$"
 
 
 def advise_joining(tree: Mapping[str, Any]) -> str:
-    """Return, in sentences, what wrote a model file without affine_map, the dict `tree`, and what to do."""
+    """Return advice for the user, in sentences, on a model file without affine_map: what wrote it, and how to get one
+    with it.
+
+    `tree` is the dict that the file holds.
+    """
     if "checkpoint_version" in tree or "args" in tree:  # what Megatron's own save_checkpoint adds
         return (
             "It is of Megatron-DeepSpeed, which says by patterns of names alone how ranks cut a weight. Make a "
@@ -88,15 +92,20 @@ def advise_joining(tree: Mapping[str, Any]) -> str:
     )
 
 
-def ranks_of(stored: object) -> int:
-    """Return how many tensor-parallel ranks a map, as it is stored, is of; 0 where it has another form."""
+def count_map_ranks(stored: object) -> int:
+    """Return the number of tensor-parallel ranks in `stored`, a parameter's entry of affine_map; 0 if it has another
+    form."""
     ranks = stored.get("ranks") if isinstance(stored, dict) else None
     return len(ranks) if isinstance(ranks, dict) else 0
 
 
-def sizes_of_matrices(info: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return {pattern of a parameter: the sizes of the matrices that lie side by side in it, along the dimension that
-    is cut}, as `info`, universal_checkpoint_info of a save, lists them. What has another form is left out."""
+def read_sub_param_sizes(info: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return {pattern of a parameter: sizes of the matrices that are concatenated in it, along the dimension that is
+    cut}.
+
+    `info` is universal_checkpoint_info of a save, which lists them under parameter_with_sub_params. Entries of another
+    form are left out.
+    """
     out: dict[str, list[int]] = {}
     listed = info.get("parameter_with_sub_params")
     for entry in listed if isinstance(listed, list) else ():
@@ -111,47 +120,47 @@ def sizes_of_matrices(info: Mapping[str, Any]) -> dict[str, list[int]]:
     return out
 
 
-def _is_data(x: object) -> bool:
-    """Tell whether a value is of numbers, texts, lists and dicts alone."""
+def _is_plain_data(x: object) -> bool:
+    """Return whether a value consists of numbers, texts, None, lists, tuples and dicts alone."""
     if isinstance(x, (list, tuple, dict)):
-        return all(map(_is_data, x)) and (not isinstance(x, dict) or all(map(_is_data, x.values())))
+        return all(map(_is_plain_data, x)) and (not isinstance(x, dict) or all(map(_is_plain_data, x.values())))
     return x is None or type(x) in (bool, int, float, str)
 
 
-def whole_on(ranks: Sequence[int], shape: tuple[int, ...]) -> ParameterPiece:
-    """Return the piece that is all of a tensor, which these ranks have whole."""
+def make_whole_piece(ranks: Sequence[int], shape: tuple[int, ...]) -> ParameterPiece:
+    """Return the one piece of a tensor that is not cut: all of it, on each of these ranks."""
     start = (0,) * len(shape)
     return ParameterPiece((start, shape), dict.fromkeys(ranks, start))
 
 
-def parse_map(stored: object, ranks: int, what: str) -> ParameterCut:
-    """Return the map of a parameter as boxes.
+def parse_parameter_map(stored: object, ranks: int, what: str) -> ParameterCut:
+    """Parse a parameter's entry of affine_map into the boxes that the ranks hold.
 
     Args:
-        stored: the map as data of the pickle.
+        stored: the entry, as unpickled.
         ranks: the number of tensor-parallel ranks.
         what: how errors name the parameter.
 
     Raises:
-        Corrupt: it has another form, or is of another number of ranks.
-        Unsupported: a piece is scaled or no box, or the pieces do not cover the parameter, and each part of it, exactly
-            once.
+        Corrupt: the entry has another form, or is for another number of ranks.
+        Unsupported: a piece is scaled or is not a box, or the pieces do not cover the parameter, or a rank's part of
+            it, exactly once.
     """
     try:
-        shape = _ints(_item(stored, "logical_shape"))
-        by_rank = _item(stored, "ranks")
+        shape = _parse_sizes(_get_entry(stored, "logical_shape"))
+        by_rank = _get_entry(stored, "ranks")
         if not isinstance(by_rank, Mapping) or sorted(map(int, by_rank)) != list(range(ranks)):
             raise Corrupt(
                 f"{what}: affine_map is of ranks {short(by_rank)}, and files are of {ranks}.", code="CKPT0409"
             )
         of_ranks = {int(r): x for r, x in by_rank.items()}
-        parts = [_ints(_item(of_ranks[r], "shard_shape")) for r in range(ranks)]
-        listed = [(r, p) for r in range(ranks) for p in _item(of_ranks[r], "pieces")]
+        parts = [_parse_sizes(_get_entry(of_ranks[r], "shard_shape")) for r in range(ranks)]
+        listed = [(r, p) for r in range(ranks) for p in _get_entry(of_ranks[r], "pieces")]
         found: dict[Box, dict[int, tuple[int, ...]]] = {}
         stated: dict[Box, set[tuple[int, ...]]] = {}
         own: list[list[Box]] = [[] for _ in range(ranks)]
         for rank, piece in listed:
-            size = _ints(_item(piece, "shape"))
+            size = _parse_sizes(_get_entry(piece, "shape"))
             if 0 in size:
                 continue
             if piece.get("scale", 1.0) != 1.0:
@@ -159,11 +168,13 @@ def parse_map(stored: object, ranks: int, what: str) -> ParameterCut:
                     f"{what}: rank {rank} holds it times {short(piece['scale'])}, and no division undoes that exactly.",
                     code="CKPT0325",
                 )
-            here, there = (_corner(_item(piece, k), s, size) for k, s in (("source", shape), ("dest", parts[rank])))
+            here, there = (
+                _find_start(_get_entry(piece, k), s, size) for k, s in (("source", shape), ("dest", parts[rank]))
+            )
             if here is None or there is None or rank in found.get((here, size), ()):
                 raise Unsupported(f"{what}: a piece of rank {rank} is no box of it: {short(piece)}.", code="CKPT0325")
             found.setdefault((here, size), {})[rank] = there
-            stated.setdefault((here, size), set()).add(_ints(_item(piece, "locations")))
+            stated.setdefault((here, size), set()).add(_parse_sizes(_get_entry(piece, "locations")))
             own[rank].append((there, size))
     except (TypeError, ValueError, KeyError, AttributeError) as e:
         raise Corrupt(f"{what}: its affine_map has another form than DeepSpeed's ({e}).", code="CKPT0406") from None
@@ -183,22 +194,24 @@ def parse_map(stored: object, ranks: int, what: str) -> ParameterCut:
 
 
 def cut_for_ranks(cut: ParameterCut, ranks: int, subs: Sequence[int] | None, heads: int | None) -> ParameterCut | str:
-    """Cut a parameter for another number of ranks, as an engine of that size would; return the cut, or why it does not
-    follow from this one.
+    """Cut a parameter for another number of ranks, as an engine of that size would.
 
     Args:
         cut: how the ranks of a save share it.
-        ranks: the number of ranks.
-        subs: the sizes of the matrices that lie side by side in it, along the dimension that is cut; None: it is one.
-        heads: the key-value heads of the model; None: not known.
+        ranks: the number of tensor-parallel ranks to cut it for.
+        subs: the sizes of the matrices that are concatenated in it, along the dimension that is cut; None: it is one.
+        heads: the number of key-value heads of the model; None: not known.
+
+    Returns:
+        The cut, or, as text for an error, the reason why it does not follow from `cut`.
     """
     if len(cut.parts) == ranks:
         return cut
     if cut.is_whole:
-        return ParameterCut(cut.shape, [cut.shape] * ranks, [whole_on(range(ranks), cut.shape)])
+        return ParameterCut(cut.shape, [cut.shape] * ranks, [make_whole_piece(range(ranks), cut.shape)])
     axis = next(d for d, n in enumerate(cut.shape) if any(p[d] != n for p in cut.parts))
     sizes = list(subs or [cut.shape[axis]])
-    before, after = (_equal_parts(cut.shape, axis, sizes, n) for n in (len(cut.parts), ranks))
+    before, after = (_cut_equally(cut.shape, axis, sizes, n) for n in (len(cut.parts), ranks))
     if before is None or sorted(before.pieces) != sorted(cut.pieces):
         return f"{len(cut.parts)} ranks have other than equal parts of it"
     if after is None:
@@ -210,17 +223,17 @@ def cut_for_ranks(cut: ParameterCut, ranks: int, subs: Sequence[int] | None, hea
     return after
 
 
-def _equal_parts(shape: tuple[int, ...], axis: int, sizes: Sequence[int], ranks: int) -> ParameterCut | None:
-    """Cut a parameter into equal parts.
+def _cut_equally(shape: tuple[int, ...], axis: int, sizes: Sequence[int], ranks: int) -> ParameterCut | None:
+    """Cut a parameter into equal parts, one for each rank.
 
     Args:
         shape: its shape.
         axis: the dimension that is cut.
-        sizes: of the matrices that lie side by side along it; each is cut by itself.
+        sizes: the sizes along it of the matrices that are concatenated in the parameter; each matrix is cut by itself.
         ranks: the number of ranks.
 
     Returns:
-        The cut; None if the matrices are not all of the parameter, or are not divided by the ranks.
+        The cut; None if the sizes do not add up to the parameter's, or `ranks` does not divide them.
     """
     if sum(sizes) != shape[axis] or any(n % ranks for n in sizes):
         return None
@@ -237,17 +250,17 @@ def _equal_parts(shape: tuple[int, ...], axis: int, sizes: Sequence[int], ranks:
     return ParameterCut(shape, [at(shape[axis] // ranks, shape)] * ranks, pieces)
 
 
-def info_of_cuts(info: Mapping[str, Any], cuts: Mapping[str, ParameterCut]) -> dict[str, Any]:
-    """Return universal_checkpoint_info of a save for other ranks.
+def build_universal_info(info: Mapping[str, Any], cuts: Mapping[str, ParameterCut]) -> dict[str, Any]:
+    """Return universal_checkpoint_info of a save for other tensor-parallel ranks.
 
     Args:
-        info: that of the save that says how parameters are cut; its lists of patterns hold for any number of ranks.
+        info: that of the save from which the cuts are derived; its lists of patterns hold for any number of ranks.
         cuts: {parameter: how the ranks share it}.
 
     Raises:
-        Corrupt: it has an entry that is no plain data.
+        Corrupt: `info` has an entry that is not plain data.
     """
-    if odd := next((k for k, x in info.items() if not _is_data((k, x))), None):
+    if odd := next((k for k, x in info.items() if not _is_plain_data((k, x))), None):
         raise Corrupt(
             f"{INFO} has an entry {short(odd)} that is no plain data, and DeepSpeed writes no such thing.",
             code="CKPT0406",
@@ -257,27 +270,27 @@ def info_of_cuts(info: Mapping[str, Any], cuts: Mapping[str, ParameterCut]) -> d
         by_rank = {}
         for r, part in enumerate(cut.parts):
             mine = sorted((held[r], box, sorted(held)) for box, held in cut.pieces if r in held)
-            pieces = [_stored_piece(cut.shape, part, box, at, ranks) for at, box, ranks in mine]
+            pieces = [_encode_piece(cut.shape, part, box, at, ranks) for at, box, ranks in mine]
             by_rank[r] = {"shard_shape": list(part), "pieces": pieces}
-        params[pattern_of(name)] = {"logical_shape": list(cut.shape), "ranks": by_rank}
+        params[make_parameter_pattern(name)] = {"logical_shape": list(cut.shape), "ranks": by_rank}
     out = {**info, "affine_map": {"version": 1, "params": params}}
     if isinstance(widths := info.get("sub_param_shard_widths"), dict):
-        of_pattern = {pattern_of(n): c for n, c in cuts.items()}
-        out["sub_param_shard_widths"] = {p: _widths(of_pattern[p]) for p in widths if p in of_pattern}
+        of_pattern = {make_parameter_pattern(n): c for n, c in cuts.items()}
+        out["sub_param_shard_widths"] = {p: _list_sub_param_widths(of_pattern[p]) for p in widths if p in of_pattern}
     return out
 
 
-def _stored_piece(
+def _encode_piece(
     shape: tuple[int, ...], part: tuple[int, ...], box: Box, held: tuple[int, ...], ranks: list[int]
 ) -> dict[str, Any]:
-    """Return a piece as a save keeps it.
+    """Return a piece of a rank as affine_map stores it.
 
     Args:
         shape: the shape of the parameter.
-        part: that of the rank's part.
-        box: the piece, (start, shape).
-        held: where it starts in the part.
-        ranks: all ranks that hold it.
+        part: the shape of the rank's part of it.
+        box: (start, shape) of the piece in the parameter.
+        held: the start of the piece in the rank's part.
+        ranks: all ranks that hold the piece.
     """
     return {
         "shape": list(box[1]),
@@ -287,31 +300,36 @@ def _stored_piece(
     }
 
 
-def _widths(cut: ParameterCut) -> list[list[int]]:
-    """Return how much of each of the matrices that lie side by side in a parameter each rank has: a list for each
-    matrix, with a number for each rank."""
+def _list_sub_param_widths(cut: ParameterCut) -> list[list[int]]:
+    """Return how much of each concatenated matrix of a parameter each rank holds: [[width on each rank] for each
+    matrix]."""
     axis = next((d for d, n in enumerate(cut.shape) if any(p[d] != n for p in cut.parts)), 0)
     by_rank = [[box[1][axis] for box, held in sorted(cut.pieces) if r in held] for r in range(len(cut.parts))]
     return [list(of_one) for of_one in zip(*by_rank, strict=True)]
 
 
-def _item(tree: Any, key: str) -> Any:
-    """Return what a dict of a pickle has under a key; raise KeyError or TypeError if there is none."""
+def _get_entry(tree: Any, key: str) -> Any:
+    """Return the value under `key` in `tree`, a dict from a pickle; raise KeyError or TypeError if there is none."""
     return tree[key]
 
 
-def _ints(x: Sequence[object]) -> tuple[int, ...]:
-    """Return a list of integers, which are not negative, as a tuple; raise ValueError for anything else."""
+def _parse_sizes(x: Sequence[object]) -> tuple[int, ...]:
+    """Return a list of integers from 0 on as a tuple; raise ValueError for anything else."""
     if not isinstance(x, (list, tuple)) or len(x) > 64 or not all(type(n) is int and n >= 0 for n in x):
         raise ValueError(f"{short(x)} is no list of sizes")
     return tuple(n for n in x if type(n) is int)
 
 
-def _corner(place: Any, shape: tuple[int, ...], size: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return where a piece of `size` begins in a row-major tensor of `shape`, in which it lies at `place`, [offset,
-    strides] in elements; None if it is no box of that tensor."""
+def _find_start(place: Any, shape: tuple[int, ...], size: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the start of a piece in a row-major tensor; None if the piece is not a box of that tensor.
+
+    Args:
+        place: [offset, strides] of the piece in the tensor's storage, in elements.
+        shape: the shape of the tensor.
+        size: the shape of the piece.
+    """
     at, steps = place
-    steps, rows = _ints(steps), boxes.strides(shape)
+    steps, rows = _parse_sizes(steps), boxes.strides(shape)
     if not len(steps) == len(size) == len(shape) or 0 in shape:
         return None
     start = []

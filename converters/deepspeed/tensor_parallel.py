@@ -21,10 +21,17 @@ from ckpttool.index.checkpoint import Checkpoint, Chunks, OtherCopy, Replica, Te
 from ckpttool.index.fqns import EXTRA_STATE, strip_wrappers
 from ckpttool.layouts import Place, ReadOptions
 
-from ..rank_files import first_difference
-from .files import File, tied_names
+from ..rank_files import find_differing_file
+from .files import File, read_tied_names
 from .module_state import SaveReader
-from .tensor_cuts import INFO, ParameterCut, advise_joining, parse_map, pattern_of, whole_on
+from .tensor_cuts import (
+    INFO,
+    ParameterCut,
+    advise_joining,
+    make_parameter_pattern,
+    make_whole_piece,
+    parse_parameter_map,
+)
 
 __all__ = ["read_tensor_ranks"]
 
@@ -50,7 +57,7 @@ def read_tensor_ranks(
     models = [first.load_models()]
     if first.tensor_ranks == 1:
         return read_rank(first, models[0])
-    maps = _read_maps(first.where, models[0][0])
+    maps = _read_affine_map(first.where, models[0][0])
     readings = [first, *(SaveReader(where, options, beside=first, rank=t) for t in range(1, first.tensor_ranks))]
     models += [r.load_models() for r in readings[1:]]
     _refuse_mixed_ranks(first.where, models)
@@ -65,12 +72,13 @@ def read_tensor_ranks(
     return _Joining(first, parts, maps, models[0][0]).join()
 
 
-def _read_maps(where: str, model: File) -> dict[str, Any]:
-    """Return {"^<FQN, escaped>$": map as it is stored} that a model file of a save with several tensor-parallel ranks
-    states.
+def _read_affine_map(where: str, model: File) -> dict[str, Any]:
+    """Return affine_map of a model file: {pattern of a parameter: its entry, as unpickled}.
+
+    `where` is the path of the save, for errors.
 
     Raises:
-        Unsupported: it states none, or one of a later version.
+        Unsupported: the file has none, or one of another version than 1.
     """
     info = model.tree.get(INFO)
     stated = info.get("affine_map") if isinstance(info, dict) else None
@@ -88,14 +96,15 @@ def _read_maps(where: str, model: File) -> dict[str, Any]:
 
 
 def _refuse_mixed_ranks(where: str, models: list[list[File]]) -> None:
-    """Refuse model files of tensor-parallel ranks that are from different saves; `models` has those of each rank.
+    """Refuse tensor-parallel ranks whose model files are from different saves; `models` is [model files of each rank].
 
     Raises:
-        Corrupt: with a file of the rank that differs from rank 0.
+        Corrupt: the ranks have different numbers of files, or a rank's counters, world sizes, buffers or
+            universal_checkpoint_info differ from rank 0's.
     """
     if any(len(m) != len(models[0]) for m in models):
         raise Corrupt(f"{where}: the model parallel ranks have different numbers of files.", code="CKPT0402")
-    odd = first_difference({key: m[0].tree.get(key) for key in _SAME} for m in models)
+    odd = find_differing_file({key: m[0].tree.get(key) for key in _SAME} for m in models)
     if odd is not None:
         raise Corrupt(
             f"{models[odd[0]][0].what}: {odd[1]} is other than in {models[0][0].what}. The files are from different "
@@ -125,9 +134,9 @@ class _Joining:
         names = [n for n in model.tree["module"] if isinstance(n, str)]
         clean = strip_wrappers(dict.fromkeys(names))
         self.buffers = {clean.get(n, n) for n in listed or ()}
-        aliases = tied_names([model])
+        aliases = read_tied_names([model])
         #: {name in the index: the pattern that the map of the parameter is stored under}
-        self.patterns = {clean.get(n, n): pattern_of(aliases.get(n, n)) for n in names}
+        self.patterns = {clean.get(n, n): make_parameter_pattern(aliases.get(n, n)) for n in names}
         self.stored = maps
         self.maps: dict[str, ParameterCut] = {}
         self.replicas: list[Replica] = []
@@ -142,7 +151,7 @@ class _Joining:
         first, last = self.parts[0], self.parts[-1]
         own = {n: t for n, t in first.tensors.items() if t.component in ("model", "optim")}
         for rank, p in enumerate(self.parts[1:], 1):
-            lost = [n for n in own if n not in p.tensors and not self._has_nothing(rank, own[n].parameter)]
+            lost = [n for n in own if n not in p.tensors and not self._has_empty_part(rank, own[n].parameter)]
             if odd := [*lost, *(p.tensors.keys() - own.keys())]:
                 has = 0 if odd[0] in own else rank
                 raise Corrupt(
@@ -150,7 +159,7 @@ class _Joining:
                     "are from different saves; fetch all of one save again.",
                     code="CKPT0409",
                 )
-        others = [o for p in self.parts for o in p.others] + self._compare_values()
+        others = [o for p in self.parts for o in p.others] + self._check_shared_values()
         tensors = {
             n: self._join_tensor(n, [p.tensors.get(n) for p in self.parts]) if n in own else t
             for n, t in first.tensors.items()
@@ -159,7 +168,7 @@ class _Joining:
         rounded = {
             n: self._join_tensor(n, [p.rounded.get(n) for p in self.parts])
             for n, t in first.rounded.items()
-            if all(n in p.rounded or self._has_nothing(r, t.parameter) for r, p in enumerate(self.parts))
+            if all(n in p.rounded or self._has_empty_part(r, t.parameter) for r, p in enumerate(self.parts))
         }
         values = {n: v for n, v in first.values.items() if v.path[:2] != ("extra", INFO)}
         world = first.world_size or 1
@@ -185,11 +194,16 @@ class _Joining:
         return out
 
     def _join_tensor(self, name: str, column: list[TensorEntry | None]) -> TensorEntry:
-        """Join what each rank has of a weight, or of a slot of the optimizer; None is nothing.
+        """Join the ranks' parts of a weight, or of a slot of the optimizer; return the whole tensor.
+
+        Args:
+            name: the name of the tensor.
+            column: the part of each rank; None where a rank has none.
 
         Raises:
-            Corrupt: a rank's part has another dtype or shape than the map says.
-            Unsupported: it is a parameter without a map, or with one that does not cover it exactly once.
+            Corrupt: the parts differ in dtype, or have other shapes than affine_map states.
+            Unsupported: it is a parameter without an entry in affine_map, or the entry's pieces do not cover it exactly
+                once.
         """
         there = [t for t in column if t is not None and t.numel] or [t for t in column if t is not None]
         first = there[0]
@@ -199,10 +213,10 @@ class _Joining:
                 "files are from different saves.",
                 code="CKPT0409",
             )
-        how = self._map_of(first)
+        how = self._find_cut(first)
         if how is None or (first.slot is not None and first.shape in ((), (1,)) and first.shape not in how.parts):
             holders = [r for r, t in enumerate(column) if t is not None]
-            how = ParameterCut(first.shape, [first.shape] * len(column), [whole_on(holders, first.shape)])
+            how = ParameterCut(first.shape, [first.shape] * len(column), [make_whole_piece(holders, first.shape)])
         shapes = [t.shape if t is not None else part for t, part in zip(column, how.parts, strict=True)]
         if shapes != how.parts:
             raise Corrupt(
@@ -223,27 +237,31 @@ class _Joining:
             self.replicas += [Replica(name, r, kept, replace(kept, chunks=cuts[r])) for r in more]
         return replace(first, shape=how.shape, chunks=chunks)
 
-    def _has_nothing(self, rank: int, parameter: str) -> bool:
-        """Return whether the part of a parameter that a rank holds is empty, so that its optimizer does not know it."""
+    def _has_empty_part(self, rank: int, parameter: str) -> bool:
+        """Return whether a rank's part of a parameter has no elements, so that the rank's optimizer does not list
+        it."""
         pattern = self.patterns.get(parameter, "")
-        return pattern in self.stored and 0 in self._parse(pattern, parameter).parts[rank]
+        return pattern in self.stored and 0 in self._parse_entry(pattern, parameter).parts[rank]
 
-    def _parse(self, pattern: str, parameter: str) -> ParameterCut:
-        """Return the map that is stored under a pattern, that of a parameter."""
+    def _parse_entry(self, pattern: str, parameter: str) -> ParameterCut:
+        """Return the cut of the parameter `parameter`, whose entry in affine_map has the key `pattern`; it is parsed
+        only once."""
         if pattern not in self.maps:
-            self.maps[pattern] = parse_map(self.stored[pattern], len(self.parts), f'{self.where}: "{parameter}"')
+            self.maps[pattern] = parse_parameter_map(
+                self.stored[pattern], len(self.parts), f'{self.where}: "{parameter}"'
+            )
         return self.maps[pattern]
 
-    def _map_of(self, t: TensorEntry) -> ParameterCut | None:
-        """Return how a weight, or the weight that a slot belongs to, is cut; None for what is no parameter.
+    def _find_cut(self, t: TensorEntry) -> ParameterCut | None:
+        """Return how a weight is cut, or the weight to which a slot belongs; None if the tensor is not a parameter's.
 
         Raises:
-            Unsupported: it is a parameter without a map.
+            Unsupported: it is a parameter's, and affine_map has no entry for that.
         """
         parameter = t.parameter
-        pattern = self.patterns.get(parameter, pattern_of(parameter))
+        pattern = self.patterns.get(parameter, make_parameter_pattern(parameter))
         if pattern in self.stored:
-            return self._parse(pattern, parameter)
+            return self._parse_entry(pattern, parameter)
         if parameter in self.buffers or parameter not in self.patterns or parameter.rpartition(".")[2] == EXTRA_STATE:
             return None
         why = self.refused.get(pattern)
@@ -255,12 +273,12 @@ class _Joining:
             code="CKPT0325",
         )
 
-    def _compare_values(self) -> list[OtherCopy]:
-        """Compare the param groups, the steps and the loss scaler of all ranks with those of rank 0; return the
-        differing extra states of modules.
+    def _check_shared_values(self) -> list[OtherCopy]:
+        """Check that all ranks have rank 0's param groups, steps and loss scaler; return the copies of extra states
+        that differ.
 
         Raises:
-            Corrupt: with the value, and the rank that has another.
+            Corrupt: a rank has another value than rank 0.
         """
         out = []
         first, *others = (
@@ -271,8 +289,8 @@ class _Joining:
                 a, b = (found[n].data if n in found else None for found in (first, own))
                 v = first.get(n) or own[n]
                 if v.option == "params" and isinstance(a, list):
-                    a = [p for p in a if not self._has_nothing(rank, p)]
-                if same_value(a, b) or (v.is_optimizer_state and b is None and self._has_nothing(rank, v.parameter)):
+                    a = [p for p in a if not self._has_empty_part(rank, p)]
+                if same_value(a, b) or (v.is_optimizer_state and b is None and self._has_empty_part(rank, v.parameter)):
                     continue
                 if v.component != "model":
                     raise Corrupt(

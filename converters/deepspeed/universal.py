@@ -48,8 +48,11 @@ _BY_GROUP = "max_exp_avg_sq"
 
 
 def detect(where: Place) -> tuple[bool, str]:
-    """Return (whether a place is a folder with zero/optimizer_state.pt beside model files, or one whose
-    `latest_universal` names such a folder; why or why not)."""
+    """Return (whether a place is a universal checkpoint; the file that shows it, or what is missing).
+
+    It is one if it has zero/optimizer_state.pt next to model files, or if it has no `latest`, and has a
+    `latest_universal` or the folder of a save with zero/ in it.
+    """
     source, file = where
     if file is not None:
         yes = file == "latest_universal"
@@ -60,7 +63,7 @@ def detect(where: Place) -> tuple[bool, str]:
     if "latest_universal" in names and "latest" not in names:
         return True, "has latest_universal"
     if "latest" not in names:
-        for tag, inside in ds.saves_in(source).items():
+        for tag, inside in ds.list_deepspeed_saves(source).items():
             if "zero" in inside:
                 return True, f"has {tag}/{ds.UNIVERSAL}"
     return False, "no latest_universal" + (" without a latest" if "latest_universal" in names else "")
@@ -86,7 +89,9 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
             code="CKPT0325",
         )
     shapes = ds.param_shapes(models[0])
-    if reading.save.files(ds.MODEL, 1) and ds.zero_setting(models[0].tree.get("ds_config"), "round_robin_gradients"):
+    if reading.save.files(ds.MODEL, 1) and ds.get_zero_setting(
+        models[0].tree.get("ds_config"), "round_robin_gradients"
+    ):
         raise Corrupt(
             f"{reading.where}: made from a save with round_robin_gradients, of which ds_to_universal.py puts the wrong "
             "bytes under most names and does not report it. Convert that save itself."
@@ -104,7 +109,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
             reading.masters[name] = replace(slots[name].pop("fp32"), path=("model", name))
     _refuse_unknown_folders(reading, models[0], slots.keys())
     reading.add_model_state(models)
-    reading.rest.update(ds.loss_scaler_leaves(state.tree))
+    reading.rest.update(ds.read_loss_scaler(state.tree))
     members = [list(g) for g in shapes]
     _refuse_missing_slots(reading, members, slots)
     base = state.tree.get("optimizer_state_dict")
@@ -129,16 +134,17 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
 
 def _refuse_missing_slots(reading: SaveReader, members: list[list[str]], slots: dict[str, dict[str, Any]]) -> None:
-    """Refuse parameters that lack what others have. Only the maximum of AMSGrad, an option of a param group, may differ
-    between groups.
+    """Refuse a save in which parameters have different slots.
+
+    Only the maximum of AMSGrad (max_exp_avg_sq), an option of a param group, may differ between groups.
 
     Args:
         reading: the reader of the save.
         members: the names of the parameters in each param group.
-        slots: {parameter: {slot: what its folder has}}.
+        slots: {parameter: {slot: tensor or number}}.
 
     Raises:
-        Corrupt: with two parameters and the file.
+        Corrupt: a file is missing in the folder of one of two parameters; it names them and the file.
     """
     first = next(iter(slots), "")
     for group in members:
@@ -176,12 +182,14 @@ def _refuse_unknown_folders(reading: SaveReader, model: ds.File, params: Iterabl
 
 
 def _read_parameter(reading: SaveReader, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Read one parameter's folder: {"fp32": weight, "exp_avg": slot, "step": tensor or number}, with an entry for each
-    file in it.
+    """Read one parameter's folder; return {"fp32": weight, "exp_avg": slot, "step": tensor or number}, one entry for
+    each file.
+
+    `shape` is the parameter's shape by param_shapes. The paths of the entries are empty.
 
     Raises:
-        Corrupt: a file holds another tensor than `shape` says, or none.
-        Unsupported: the name is not that of a folder.
+        Corrupt: a file holds no tensor, or one of another size or of no floating-point dtype.
+        Unsupported: no folder can have the parameter's name.
     """
     folder = f"zero/{name}"
     if "/" in name or name in (".", ".."):
@@ -204,7 +212,7 @@ def _read_parameter(reading: SaveReader, name: str, shape: tuple[int, ...]) -> d
             out[slot] = reading.whole_tensor(f, x, ())
         elif x.shape == (x.numel,) and x.contiguous and x.numel == prod(shape):
             reading.keep_crc(f, x)
-            out[slot] = ds.tensor_of_ranges(shape, x.dtype, (), [FlatRange(0, x.numel, f.number, x.extent[0])])
+            out[slot] = ds.build_entry_from_ranges(shape, x.dtype, (), [FlatRange(0, x.numel, f.number, x.extent[0])])
         else:
             raise Corrupt(
                 f'{f.what}: a tensor of shape {x.shape}; param_shapes says that "{name}" has {shape}.', code="CKPT0412"
@@ -213,8 +221,8 @@ def _read_parameter(reading: SaveReader, name: str, shape: tuple[int, ...]) -> d
 
 
 def _next_step(advice: Advice) -> str:
-    """Return the sentence for the user that DeepSpeed resumes with load_universal, with the command for resuming
-    without."""
+    """Return advice for the user: DeepSpeed resumes with load_universal, and the command that converts for a job
+    without it."""
     return f"resumes in DeepSpeed with load_universal; without it: {advice.convert('--to zero3 -n RANKS')}"
 
 

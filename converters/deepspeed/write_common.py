@@ -16,21 +16,21 @@ from math import isfinite
 from typing import Any
 
 from ckpttool.engine.conservation import list_changed_values
-from ckpttool.engine.flat.split_state import DEEPSPEED_COUNTERS, TRAINED_ALONE, Training, group_values, tensors_of
+from ckpttool.engine.flat.split_state import DEEPSPEED_COUNTERS, TRAINED_ALONE, Training, list_group_values, tensors_of
 from ckpttool.errors import Unsupported, UsageError, argument
 from ckpttool.formats.pickles import Global, Opaque
 from ckpttool.formats.stored_tensors import Inline, decode_number, flatten_tree
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.huggingface import encodings
-from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, Value, floating_dtype, joined
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, Value, joined, parse_floating_dtype
 from ckpttool.index.draft import Draft, Dropped
 from ckpttool.index.paths import is_number_text
 from ckpttool.layouts import WriteOptions
 
 from ..options import ZeroOptions
 from .experts import DATA_FIRST, EXPERT_NAME
-from .files import MAYBE, OWN, SCALERS, STAGE, FlatRange, keys_of_job, tensor_of_ranges, zero_setting
+from .files import MAYBE, OWN, SCALERS, STAGE, FlatRange, build_entry_from_ranges, get_zero_setting, list_client_keys
 from .tensor_cuts import INFO
 
 __all__ = [
@@ -89,8 +89,10 @@ class FileTree:
         return TensorRef(entry.dtype, entry.shape, key, entry.numel)
 
     def add_flat_tensor(self, name: str, dtype: str, n: int) -> TensorRef:
-        """Add a flat tensor of `n` elements, whose bytes are filled from parts later, and return the reference to
-        pickle; the same name gives the same tensor."""
+        """Add a flat tensor of `n` elements whose bytes come from several parts later; return the reference to pickle.
+
+        A second call with the same name returns a reference to the same tensor.
+        """
         key = self.holes.setdefault(name, str(len(self.sizes)))
         self.sizes[key] = n * ITEMSIZE[dtype]
         return TensorRef(dtype, (n,), key, n)
@@ -100,8 +102,8 @@ class FileTree:
         return self.add_flat_tensor(f"empty {dtype}", dtype, 0)
 
     def add_tree(self, x: object) -> Any:
-        """Return a nested value of plain data and entries with each entry replaced by the reference to pickle; their
-        tensors are added to this file."""
+        """Add all tensors of a nested value to this file; return the value with a reference to pickle in place of
+        each of them."""
         if isinstance(x, TensorEntry):
             return self.add_tensor(joined(x.path), x, x)
         if isinstance(x, dict):
@@ -111,8 +113,8 @@ class FileTree:
         return x
 
 
-def _refusal_of_entry(key: str) -> Unsupported:
-    """Return the error for an entry of the user's under a key that DeepSpeed's files have, too."""
+def _make_reserved_key_error(key: str) -> Unsupported:
+    """Return the error that an entry of the user's has a key that DeepSpeed's files use themselves."""
     return Unsupported(
         f'the checkpoint has an entry "{key}" of its own, and so does every DeepSpeed save. Leave it out: '
         f"{argument('only', ['model', 'optim', 'scheduler', 'trainer'])}.",
@@ -150,13 +152,13 @@ class SavePlan:
         self.ckpt, self.rounded = ckpt, ckpt.rounded
         self.notes = list(state.notes)
         self.about_groups = TRAINED_ALONE  # why the param groups are others than the source's
-        self._check_groups()
+        self._check_param_groups()
         self.rest = dict(state.rest)
-        self._place_entries_of_job()
-        self.ds_config = self._take_config()
+        self._move_client_entries()
+        self.ds_config = self._pop_ds_config()
 
         # what the engine computes in, and a configuration that says so
-        asked = None if own.precision is None else floating_dtype(own.precision)
+        asked = None if own.precision is None else parse_floating_dtype(own.precision)
         if asked not in (None, "float32", "bfloat16", "float16"):
             raise UsageError(
                 f"{argument('precision', own.precision)}: DeepSpeed computes in bf16, fp16 or fp32.", code="CKPT0203"
@@ -164,12 +166,12 @@ class SavePlan:
         self.precision = asked or self._precision()
         self.cast = options.cast
         self.prefix = "bf16_" if self.precision == "bfloat16" else ""
-        self.sub_group_size = own.sub_group_size or self._sub_group_size()
+        self.sub_group_size = own.sub_group_size or self._read_sub_group_size()
         self._adjust_config(own.sub_group_size, asked)
-        self._note_scheduler(from_deepspeed=ckpt.layout.startswith(("zero", "universal")))
+        self._note_foreign_scheduler(from_deepspeed=ckpt.layout.startswith(("zero", "universal")))
 
         # counters, which name the save
-        self.steps = self._global_steps()
+        self.steps = self._find_global_steps()
         self.tag = own.write_tag or (
             "checkpoint" if "pytorch-lightning_version" in self.rest else f"global_step{self.steps}"
         )
@@ -187,18 +189,19 @@ class SavePlan:
         self.cuts: dict[str, Any] | None = None  # how all of them cut parameters, for their model files
 
         # all else is written under its own name, so no name may be one of DeepSpeed's
-        self.scaler = self._loss_scaler()
+        self.scaler = self._choose_loss_scaler()
         for key in sorted((OWN | {"buffer_names"}) & self.rest.keys()):
-            raise _refusal_of_entry(key)
+            raise _make_reserved_key_error(key)
 
-    def _place_entries_of_job(self) -> None:
-        """Move the job's own entries in `self.rest` to where a reader of the files gives them the names that they have.
+    def _move_client_entries(self) -> None:
+        """Move the user's own entries in `self.rest` to where a reader of the files gives them the same names again.
 
-        `model`, `optim` and, beside the engine's, `scheduler` belong at the root. A second `lr_scheduler`, and None
-        under a key of the engine's, belong below `extra`, since the reader takes what is at the root for the engine's.
+        `model`, `optim` and, if the engine has a scheduler, `scheduler` go to the root. An `lr_scheduler` that is not
+        the engine's, and None under a key of the engine's, go below `extra`, since a reader takes those at the root for
+        the engine's.
 
         Raises:
-            Unsupported: there is no place for one, since `extra` is no dict.
+            Unsupported: an entry must go below `extra`, and `extra` is not a dict.
         """
         rest = self.rest
         for key in [k for k in MAYBE if k in rest]:
@@ -209,24 +212,25 @@ class SavePlan:
             elif is_extra and (key == "lr_scheduler" or rest[key] is None):
                 inside = rest.setdefault("extra", {})
                 if not isinstance(inside, dict):
-                    raise _refusal_of_entry(key)
+                    raise _make_reserved_key_error(key)
                 rest["extra"] = {**inside, key: rest.pop(key)}
         inside = rest.get("extra")
         scheduler = self.state.scheduler if self.state.scheduler is not None else rest.get("lr_scheduler")
         if isinstance(inside, dict):
-            own = {k: inside[k] for k in keys_of_job(scheduler) if k in inside and k not in rest}
+            own = {k: inside[k] for k in list_client_keys(scheduler) if k in inside and k not in rest}
             rest |= own
             if own and not (left := {k: x for k, x in inside.items() if k not in own}):
                 del rest["extra"]
             elif own:
                 rest["extra"] = left
 
-    def _check_groups(self) -> None:
-        """Check that an engine can start with the param groups; at stages 1 and 2, those without trained parameters are
-        left out, with a note.
+    def _check_param_groups(self) -> None:
+        """Check that an engine can start with the param groups.
+
+        At stages 1 and 2, groups without trained parameters are removed from `self.state`, with a note.
 
         Raises:
-            Unsupported: nothing is trained, or codes of a quantised weight are.
+            Unsupported: no parameter is trained, or one is a quantised weight's codes.
         """
         state = self.state
         codes = encodings.find_in_tensors(state.tensors)
@@ -248,12 +252,13 @@ class SavePlan:
                 f"{self.stage} does not start with such a group"
             )
 
-    def _take_config(self) -> dict[str, object]:
-        """Remove ds_config, DeepSpeed's configuration, from `self.rest`, the state that is neither model nor optimizer,
-        and return it; {} where there is none.
+    def _pop_ds_config(self) -> dict[str, object]:
+        """Remove ds_config, DeepSpeed's configuration, from `self.rest` and return it; {} if there is none.
+
+        `self.rest` is the state that is neither model nor optimizer.
 
         Raises:
-            Unsupported: it is no dict, or a counter of DeepSpeed's is no number.
+            Unsupported: ds_config is not a dict, or one of DeepSpeed's counters is not an integer.
         """
         config = self.rest.pop("ds_config", {})
         kinds: dict[str, tuple[object, type]] = {k: (self.rest.get(k, 0), int) for k in DEEPSPEED_COUNTERS}
@@ -267,11 +272,12 @@ class SavePlan:
         return config if isinstance(config, dict) else {}
 
     def set_tensor_ranks(self, ranks: int, cuts: dict[str, Any]) -> None:
-        """Plan for an engine of several tensor-parallel ranks: change the source's ds_config, if there is one.
+        """Plan for an engine of several tensor-parallel ranks, and change the source's ds_config accordingly, if there
+        is one.
 
         Args:
-            ranks: their number.
-            cuts: universal_checkpoint_info, which says how they cut parameters.
+            ranks: the number of tensor-parallel ranks.
+            cuts: universal_checkpoint_info, which states how these ranks cut each parameter.
         """
         self.tensor_ranks, self.cuts = ranks, cuts
         if self.ds_config:
@@ -281,7 +287,7 @@ class SavePlan:
 
     @property
     def model_rank(self) -> str:
-        """Return how names of files call the tensor-parallel rank."""
+        """The tensor-parallel rank as names of files have it: "mp_rank_00"."""
         return f"mp_rank_{self.tensor_rank:02}"
 
     def added_values(self) -> dict[str, object]:
@@ -299,17 +305,18 @@ class SavePlan:
         if self.scaler and not self.state.scaler:
             added |= {f"scaler.{k}": x for k, x in {**self.scaler, "overflow": False}.items()}
         if not any(n.startswith("optim.") for n in held):
-            added |= {n: v.data for n, v in group_values(self.state.groups).items()}
+            added |= {n: v.data for n, v in list_group_values(self.state.groups).items()}
         return added
 
     def values_to_be(self) -> tuple[dict[str, Value], dict[str, str]]:
-        """Return (the values that a reader of the files will find, {those that differ from the source: how})."""
+        """Return ({name: value} that a reader of the files will find, {name of each that differs from the source's:
+        why})."""
         config = {joined(p): Value(p, x) for p, x in flatten_tree(self.ds_config, ("extra", "ds_config")).items()}
         changed: dict[str, str] = {}
         out = dict(self.ckpt.values)
         for head, after, how in (
             ("extra.ds_config", config, f"for an engine of ZeRO stage {self.stage}"),
-            ("optim.param_groups", group_values(self.state.groups), self.about_groups),
+            ("optim.param_groups", list_group_values(self.state.groups), self.about_groups),
         ):
             if before := {n: v for n, v in out.items() if n == head or n.startswith(head + ".")}:
                 after = {n: v for n, v in after.items() if n not in self.state.inlined}
@@ -323,8 +330,11 @@ class SavePlan:
         return bool(self.ds_config.get(DATA_FIRST))
 
     def _precision(self) -> str:
-        """Return the dtype in which the engine computes: that of ds_config, else that of most bytes of trained weights,
-        with a note if there is no ds_config."""
+        """Return the dtype in which the engine computes: that of ds_config, else that of most bytes of the trained
+        weights.
+
+        A note is added if there is no ds_config.
+        """
         for name, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
             section = self.ds_config.get(name)
             if isinstance(section, dict) and section.get("enabled") is True:
@@ -343,9 +353,9 @@ class SavePlan:
             )
         return found
 
-    def _sub_group_size(self) -> float:
+    def _read_sub_group_size(self) -> float:
         """Return sub_group_size of ds_config, in elements, or DeepSpeed's default of 1e9."""
-        found = zero_setting(self.ds_config, "sub_group_size")
+        found = get_zero_setting(self.ds_config, "sub_group_size")
         return found if isinstance(found, (int, float)) and not isinstance(found, bool) and found > 0 else 1e9
 
     def _adjust_config(self, sub_group_size: int | None, precision: str | None) -> None:
@@ -374,12 +384,12 @@ class SavePlan:
                     config[name] = {**(inner if isinstance(inner, dict) else {}), "enabled": dtype == precision}
         self.ds_config = config
 
-    def _note_scheduler(self, *, from_deepspeed: bool) -> None:
-        """Add a note if the job that loads the save may fail to load the scheduler: its state is not that of one of
-        DeepSpeed's own (runtime/lr_schedules.py), all of which look for `last_batch_iteration`.
+    def _note_foreign_scheduler(self, *, from_deepspeed: bool) -> None:
+        """Add a note if the scheduler's state is not that of one of DeepSpeed's own schedulers, which the next job may
+        expect.
 
-        `from_deepspeed` is whether the source is a save of DeepSpeed; then a note is needed only where ds_config names
-        a scheduler.
+        DeepSpeed's own schedulers (runtime/lr_schedules.py) all read `last_batch_iteration` from it. `from_deepspeed`
+        is whether the source is a save of DeepSpeed; then a note is needed only where ds_config names a scheduler.
         """
         found, section = self.state.scheduler, self.ds_config.get("scheduler")
         if found is None or (isinstance(found, dict) and "last_batch_iteration" in found):
@@ -394,23 +404,26 @@ class SavePlan:
             "WarmupLR and the others stop with KeyError 'last_batch_iteration'"
         )
 
-    def _global_steps(self) -> int:
-        """Return global_steps: a counter of the trainer, else the largest step of the optimizer, with a note."""
+    def _find_global_steps(self) -> int:
+        """Return global_steps: a counter of the trainer, else the largest step in the optimizer state, with a note."""
         found = self.state.counter("global_steps", "global_step", "step", "iteration", "steps")
         inner = self.rest.get("trainer")
         if found is None and isinstance(inner, dict):
             found = next((inner[k] for k in ("global_step", "step") if type(inner.get(k)) is int), None)
         if found is None:
-            steps = [_as_number(s.get("step")) for s in self.state.scalars.values()]
+            steps = [_step_as_number(s.get("step")) for s in self.state.scalars.values()]
             found = max((int(n) for n in steps if n is not None and isfinite(n)), default=0)
             self.notes.append(
                 f"global_steps is {found}, the largest step of the optimizer: the checkpoint does not give it"
             )
         return found
 
-    def _loss_scaler(self) -> dict[str, object]:
-        """Return the state of the loss scaler for an fp16 engine: the source's, or, with a note, a fresh one. For other
-        engines return {}, and put the source's into `self.rest`, so that it is written nevertheless."""
+    def _choose_loss_scaler(self) -> dict[str, object]:
+        """Return the loss scaler's state: for an fp16 engine the source's, or a fresh one with a note; for other
+        engines {}.
+
+        For other engines the source's is moved to `self.rest`, so that it is written nevertheless.
+        """
         if self.precision == "float16":
             if not self.state.scaler:
                 self.notes.append(
@@ -422,10 +435,11 @@ class SavePlan:
         return {}
 
     def added_state(self, groups: list[dict[str, tuple[int, ...]]]) -> list[str]:
-        """Return the names of the state that is added for parameters without any: zeros, and the step of their group. A
-        note says how many parameters these are.
+        """Return the names of the optimizer state that is added for parameters without any: zeros, and the step of
+        their group.
 
-        `groups` is [{name: shape}], the parameters in each flat tensor.
+        A note is added with the number of these parameters. `groups` is [{name: shape}], the parameters in each flat
+        tensor.
         """
         out = []
         for group in groups:
@@ -439,7 +453,8 @@ class SavePlan:
         return out
 
     def scaler_keys(self) -> dict[str, object]:
-        """Return {key: value} of the loss scaler, which every optimizer file has, also if the engine scales no loss."""
+        """Return {key: value} of the loss scaler for an optimizer file; each has these keys, even if the engine
+        scales no loss."""
         dynamic = bool(self.scaler.get("dynamic"))
         state = {k: v for k, v in self.scaler.items() if k != "overflow"} or {"cur_scale": 1.0, "dynamic": False}
         found = Opaque(Global(SCALERS, "DynamicLossScaler" if dynamic else "LossScaler"), ())
@@ -447,11 +462,12 @@ class SavePlan:
         return {"loss_scaler": found, "dynamic_loss_scale": dynamic, "overflow": bool(self.scaler.get("overflow"))}
 
     def common_dtype(self, dtypes: list[str]) -> str:
-        """Return the dtype of a flat tensor whose parts have these dtypes: theirs, or, with a note, one that holds them
-        all; float32 without parts.
+        """Return the dtype of a flat tensor whose parts have these dtypes; float32 if there are none.
+
+        If they differ, it is a dtype that holds all of them exactly, and a note is added.
 
         Raises:
-            Unsupported: they differ, and some are no floats.
+            Unsupported: they differ, and some are not floating-point.
         """
         kinds = set(dtypes)
         if len(kinds) < 2:
@@ -473,8 +489,7 @@ class SavePlan:
         return replace(t, dtype=self.cast(joined(t.path), t.dtype))
 
     def slots_of(self, group: Iterable[str]) -> list[str]:
-        """Return the names of the slots that every parameter of a group has; parameters without state yet are passed
-        over.
+        """Return the names of the slots that all parameters in `group` have. Parameters without state yet are ignored.
 
         Raises:
             Unsupported: parameters have different slots.
@@ -506,7 +521,7 @@ class SavePlan:
         """
         rest = dict(self.rest)
         each, number = rest.get("per_rank"), rank * self.tensor_ranks + self.tensor_rank
-        if each_rank and isinstance(each, dict) and self._are_ranks(each, world * self.tensor_ranks):
+        if each_rank and isinstance(each, dict) and self._are_ranks_of_job(each, world * self.tensor_ranks):
             del rest["per_rank"]
             own = each.get(str(number))
             rest.update(own if isinstance(own, dict) else {})
@@ -528,9 +543,11 @@ class SavePlan:
         out.update({k: tree.add_tree(v) for k, v in rest.items()})
         return out
 
-    def _are_ranks(self, each: dict[Any, Any], world: int) -> bool:
-        """Return whether the keys of `per_rank` are ranks of a job of `world` ranks, and of no larger or smaller
-        one."""
+    def _are_ranks_of_job(self, each: dict[Any, Any], world: int) -> bool:
+        """Return whether the keys of `each`, the state `per_rank`, are the ranks of a job of exactly `world` ranks.
+
+        `world` must be the source's world size, or the highest of the keys plus one.
+        """
         ranks = [int(k) if is_number_text(str(k)) else -1 for k in each]
         return bool(ranks) and min(ranks) >= 0 and max(ranks) < world and world in (self.source_world, max(ranks) + 1)
 
@@ -561,17 +578,20 @@ class ModelStateFiles:
         self.same = {f"model.{a}": f"model.{o}" for a, o in plan.state.tied.items()}
 
     def add(self, files: TorchFiles, each_rank: bool) -> None:
-        """Add the model files, one a rank at stage 3 and else a single one, and the places of their tensors. If
-        `each_rank`, each file has its rank's own values, such as random states."""
+        """Add the model files, and record where each of their tensors lies: one file a rank at stage 3, else a single
+        one.
+
+        `each_rank` is whether each file has its rank's own values, such as random states.
+        """
         plan, state = self.plan, self.plan.state
         numbers, trees = [], []
         for rank in range(self.world if self.stage == 3 else 1):
             tree = FileTree(rank)
-            content = self._tree(tree, rank, each_rank)
+            content = self._build_model_tree(tree, rank, each_rank)
             name = f"zero_pp_rank_{rank}_{plan.model_rank}" if self.stage == 3 else plan.model_rank
             numbers.append(files.add(f"{plan.tag}/{name}_model_states.pt", content, tree.sizes))
             trees.append(tree)
-        for name, tree, content in self._expert_files():
+        for name, tree, content in self._build_expert_files():
             numbers.append(files.add(f"{plan.tag}/{name}", content, tree.sizes))
             trees.append(tree)
         for number, tree in zip(numbers, trees, strict=True):
@@ -591,7 +611,7 @@ class ModelStateFiles:
                 for r, (number, tree) in enumerate(zip(numbers, trees, strict=True))
                 if r * part < t.numel
             ]
-            self.tensors[f"model.{n}"] = tensor_of_ranges(t.shape, t.dtype, t.path, cuts)
+            self.tensors[f"model.{n}"] = build_entry_from_ranges(t.shape, t.dtype, t.path, cuts)
             self.sources[f"model.{n}"] = state.tensors[n]
 
     def draft(
@@ -602,14 +622,14 @@ class ModelStateFiles:
         dropped: list[Dropped],
         notes: Sequence[str] = (),
     ) -> Draft:
-        """Make the draft of a whole save.
+        """Return the draft of the whole save.
 
         Args:
-            files: its files.
-            ckpt: the checkpoint to be, with all tensors but those of the model files, and without values.
-            sources: what each of those tensors is filled from.
-            dropped: what the save does not hold.
-            notes: notes besides those of the plan.
+            files: all files of the save.
+            ckpt: the checkpoint to be, with all tensors except those of the model files, and without values.
+            sources: {name: tensor of the source that fills it} of those tensors.
+            dropped: the state that the save does not hold.
+            notes: further notes, besides those of the plan.
         """
         plan = self.plan
         values, changed = plan.values_to_be()
@@ -625,17 +645,20 @@ class ModelStateFiles:
             changed=changed,
         )
 
-    def _add_entry(self, tree: FileTree, name: str) -> TensorRef:
-        """Add a whole tensor of `module` to a file: a buffer or frozen parameter as it is, and of others what the
-        engine computes with, rounded from the masters as they pass."""
+    def _add_module_tensor(self, tree: FileTree, name: str) -> TensorRef:
+        """Add the tensor `name` of `module` to a file, and return the reference to pickle.
+
+        A buffer or frozen parameter keeps its dtype; any other weight is rounded to the engine's precision when it is
+        written.
+        """
         plan, state, t = self.plan, self.plan.state, self.plan.tensors[name]
         if name in state.buffers or name in state.frozen:
             return tree.add_tensor(f"model.{name}", t, state.tensors[name])
         low = replace(t, dtype=plan.precision, path=("module", name))
         return tree.add_tensor(f"module.{name}", low, state.tensors[name])
 
-    def _expert_files(self) -> list[tuple[str, FileTree, dict[str, object]]]:
-        """Return [(name, tensors, what it is to hold)] of the files of experts, one an expert of each MoE layer."""
+    def _build_expert_files(self) -> list[tuple[str, FileTree, dict[str, object]]]:
+        """Return [(file name, tensors, content)] of the files of experts, one for each expert of each MoE layer."""
         layers: dict[str, dict[int, list[str]]] = {}
         for n in self.plan.tensors:
             if m := EXPERT_NAME.fullmatch(n):
@@ -644,12 +667,12 @@ class ModelStateFiles:
         for k, experts in enumerate(layers.values()):
             for e, names in sorted(experts.items()):
                 tree = FileTree(0)
-                content: dict[str, object] = {n: self._add_entry(tree, n) for n in names}
+                content: dict[str, object] = {n: self._add_module_tensor(tree, n) for n in names}
                 out.append((f"layer_{k}_expert_{e}_mp_rank_00_model_states.pt", tree, content))
         return out
 
-    def _tree(self, tree: FileTree, rank: int, each_rank: bool) -> dict[str, object]:
-        """Return what a rank's model file is to hold.
+    def _build_model_tree(self, tree: FileTree, rank: int, each_rank: bool) -> dict[str, object]:
+        """Return the content of a rank's model file.
 
         Args:
             tree: the file, to which tensors are added.
@@ -665,7 +688,7 @@ class ModelStateFiles:
             if stage == 3 and n not in state.buffers:
                 module[n] = tree.add_placeholder(plan.precision if n in trained else t.dtype)
             else:
-                module[n] = self._add_entry(tree, n)
+                module[n] = self._add_module_tensor(tree, n)
         module.update({a: module[o] for a, o in state.tied.items()})
         frozen = {n: pickled_size(plan.tensors[n].shape) for n in state.frozen}
         fragments: Any = {n: module[n] for n in frozen}
@@ -686,8 +709,8 @@ class ModelStateFiles:
         return out
 
 
-def _as_number(x: object) -> float | int | None:
-    """Return a step as a number, whether it is one or a 0-dim tensor that was read; None where it is neither."""
+def _step_as_number(x: object) -> float | int | None:
+    """Return a step, a number or a 0-dim tensor that was read, as a number; None if it is neither."""
     return decode_number(x.dtype, x.data) if isinstance(x, Inline) else x if isinstance(x, (int, float)) else None
 
 

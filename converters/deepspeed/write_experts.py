@@ -12,7 +12,7 @@ from .files import LAYER
 from .geometry import Groups
 from .write_common import SavePlan
 
-__all__ = ["local_groups", "plan_experts", "refuse_experts", "refuse_pipeline"]
+__all__ = ["plan_experts", "refuse_experts", "refuse_pipeline", "to_local_groups"]
 
 
 def refuse_pipeline(ckpt: Checkpoint) -> None:
@@ -31,15 +31,15 @@ def refuse_pipeline(ckpt: Checkpoint) -> None:
 
 
 def refuse_experts(state: Training, asked: int | None, layout: str) -> None:
-    """Refuse a state with experts of DeepSpeed's MoE layers, and an expert parallel size, for a layout without them.
+    """Refuse a state with experts of DeepSpeed's MoE layers, or an expert parallel size, for a layout without experts.
 
     Args:
         state: the state to write.
         asked: the expert parallel size that the user gave; None: none.
-        layout: what is to be written.
+        layout: how errors name what is to be written.
 
     Raises:
-        Unsupported: it has such experts.
+        Unsupported: the state has such experts.
         UsageError: a size was given.
     """
     if name := next((n for n in state.tensors if EXPERT_NAME.fullmatch(n)), None):
@@ -53,16 +53,18 @@ def refuse_experts(state: Training, asked: int | None, layout: str) -> None:
 
 
 def plan_experts(plan: SavePlan, world: int, asked: int | None) -> tuple[Experts, list[int]]:
-    """Return (which rank has which expert; over how many ranks each param group is partitioned), and change the names
-    of the groups of experts, by which an engine finds its ranks.
+    """Plan which rank has which expert, and name the param groups of experts so that an engine finds their ranks.
 
     Args:
-        plan: what all files of the save have in common.
+        plan: what all files of the save have in common; the options of its param groups are changed.
         world: the number of ranks.
         asked: the expert parallel size; None: that of the source, or 1.
 
+    Returns:
+        (the experts; for each param group, the number of ranks that partition it).
+
     Raises:
-        Unsupported: DeepSpeed cannot train the experts so.
+        Unsupported: DeepSpeed cannot train the experts in these param groups, or would not load them unchanged.
         UsageError: the size does not divide the ranks or the experts.
     """
     state = plan.state
@@ -81,7 +83,7 @@ def plan_experts(plan: SavePlan, world: int, asked: int | None) -> tuple[Experts
     if not counts:
         refuse_experts(state, asked, "a model without experts")
         return experts, [world] * len(state.groups)
-    _refuse_unusual(plan, counts, names)
+    _refuse_unsupported_experts(plan, counts, names)
     plan.rest["num_experts"] = list(counts.values())
     replicas = []
     for g, group in enumerate(state.groups):
@@ -114,15 +116,16 @@ def plan_experts(plan: SavePlan, world: int, asked: int | None) -> tuple[Experts
     return experts, replicas
 
 
-def _refuse_unusual(plan: SavePlan, counts: dict[str, int], names: list[str]) -> None:
-    """Refuse experts that an engine of DeepSpeed would not get back as they are.
+def _refuse_unsupported_experts(plan: SavePlan, counts: dict[str, int], names: list[str]) -> None:
+    """Refuse experts that an engine of DeepSpeed would not load unchanged.
 
     Args:
+        plan: what all files of the save have in common.
         counts: {layer: number of experts}.
-        names: what the experts have.
+        names: the names of all tensors of experts.
 
     Raises:
-        Unsupported: some are missing, tied, or frozen at stage 2.
+        Unsupported: a tensor is missing, is tied, or is frozen at stage 2.
     """
     state, there = plan.state, set(names)
     for name in names:
@@ -144,15 +147,16 @@ def _refuse_unusual(plan: SavePlan, counts: dict[str, int], names: list[str]) ->
         )
 
 
-def local_groups(experts: Experts, groups: Groups, replicas: list[int]) -> Groups:
-    """Return [{name on a rank: shape}], the parameters of each param group as each rank has them.
+def to_local_groups(experts: Experts, groups: Groups, replicas: list[int]) -> Groups:
+    """Return [{name on a rank: shape}], the parameters of each param group with the names that every rank gives them.
 
     Args:
-        groups: the same of the whole model.
-        replicas: over how many ranks each group is partitioned.
+        experts: which rank has which expert.
+        groups: [{name in the whole model: shape}] of each param group.
+        replicas: for each param group, the number of ranks that partition it.
 
     Raises:
-        Unsupported: expert parallel ranks would have different ones, or in another order.
+        Unsupported: expert parallel ranks would have different parameters, or in different orders.
     """
     out: Groups = []
     for g, group in enumerate(groups):

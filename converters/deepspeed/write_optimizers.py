@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from ckpttool.engine.flat.split_state import shared_scalars
+from ckpttool.engine.flat.split_state import find_shared_scalars
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.index.checkpoint import ITEMSIZE, Path, TensorEntry, joined
@@ -45,7 +45,7 @@ class OptimizerFiles:
         if stage == 3:
             self.flats, self.parts = partition_parameters(groups, world)
         else:
-            self.parts = [elements_per_rank(self._raw_numel(g), n) for g, n in enumerate(replicas)]
+            self.parts = [elements_per_rank(self._count_raw_elements(g), n) for g, n in enumerate(replicas)]
             self.flats = experts.place(local, self.parts, None, replicas)
         # (group, slot or None for the masters, dtype); the order of the records in every file
         self.columns: list[tuple[int, str | None, str]] = [
@@ -60,34 +60,39 @@ class OptimizerFiles:
         what = f"ZeRO-{stage} keeps one for a whole {'sub-group' if stage == 3 else 'param group'}"
         self.scalars: list[dict[str, object]] = []
         for group in groups:
-            scalars, lost = shared_scalars(plan.state, group, what)
+            scalars, lost = find_shared_scalars(plan.state, group, what)
             self.scalars.append(scalars)
             self.dropped += lost
 
     def numel_of(self, rank: int, column: tuple[int, str | None, str]) -> int:
-        """Return the number of elements of a rank's flat tensor, which `column` gives as (number of the group, slot or
-        None for the masters, dtype). At stages 1 and 2 only masters have their padding at the end of the group stripped
-        off."""
+        """Return the number of elements of one flat tensor in a rank's optimizer file.
+
+        At stages 1 and 2 the masters are stored without the padding at the end of the group, slots with it.
+
+        Args:
+            rank: the rank.
+            column: the flat tensor: (number of the group, slot or None for the masters, dtype).
+        """
         g, slot, _ = column
         if self.stage == 3 or slot is not None:
             return self.parts[g]
         part = self.experts.ranks.split(rank, self.replicas[g])[1]
-        return max(0, min(self.parts[g], self._raw_numel(g) - part * self.parts[g]))
+        return max(0, min(self.parts[g], self._count_raw_elements(g) - part * self.parts[g]))
 
-    def _raw_numel(self, g: int) -> int:
-        """Return the number of elements of the parameters in group `g` that a rank has, without padding."""
+    def _count_raw_elements(self, g: int) -> int:
+        """Return the number of elements, without padding, of the parameters of group `g` that a rank has."""
         return sum(map(prod, self.local[g].values()))
 
     def add(self, files: TorchFiles, ids: list[list[int]]) -> None:
-        """Add the optimizer files of all ranks, and the places of the tensors in them.
+        """Add the optimizer files of all ranks, and record where each of their tensors lies.
 
-        `ids` are the numbers of the flat tensors of each param group.
+        `ids` has, for each param group, the numbers of its flat tensors.
         """
         numbers = []
         for rank in range(self.world):
             sizes = {str(k): self.numel_of(rank, c) * ITEMSIZE[c[2]] for k, c in enumerate(self.columns)}
             name = f"{self.plan.tag}/{self.plan.prefix}zero_pp_rank_{rank}_{self.plan.model_rank}_optim_states.pt"
-            numbers.append(files.add(name, self._tree(rank, ids), sizes))
+            numbers.append(files.add(name, self._build_optimizer_tree(rank, ids), sizes))
         for k, (g, slot, dtype) in enumerate(self.columns):
             at = [files.offset(f, str(k)) for f in numbers]
             for n in self.groups[g]:
@@ -99,12 +104,12 @@ class OptimizerFiles:
                     FlatRange(first, last, numbers[r], at[r] + inside * ITEMSIZE[dtype])
                     for r, first, last, inside in self.flats[n].parts
                 ]
-                self.tensors[name] = ds.tensor_of_ranges(self.flats[n].shape, dtype, path, cuts)
+                self.tensors[name] = ds.build_entry_from_ranges(self.flats[n].shape, dtype, path, cuts)
                 self.sources[name] = self.plan.state.tensors[n] if slot is None else self.plan.state.slots[n][slot]
 
-    def _tree(self, rank: int, ids: list[list[int]]) -> dict[str, object]:
-        """Return what a rank's optimizer file is to hold; `ids` are the numbers of the flat tensors of each param
-        group."""
+    def _build_optimizer_tree(self, rank: int, ids: list[list[int]]) -> dict[str, object]:
+        """Return the content of a rank's optimizer file. `ids` has, for each param group, the numbers of its flat
+        tensors."""
         masters: list[Any] = []
         state: dict[int, dict[str, object]] = {g: dict(s) for g, s in enumerate(self.scalars) if s}
         for k, column in enumerate(self.columns):
@@ -128,13 +133,16 @@ class OptimizerFiles:
                 param_alignment_paddings=[[0] * len(g) for g in self.local],
                 partition_count=self.replicas,
                 ds_version=dw.DS_VERSION,
-                param_slice_mappings=[self._slice_mappings(rank, g) for g in range(len(self.groups))],
+                param_slice_mappings=[self._build_slice_mappings(rank, g) for g in range(len(self.groups))],
             )
         return {"optimizer_state_dict": out, "ds_config": self.plan.ds_config, "ds_version": dw.DS_VERSION}
 
-    def _slice_mappings(self, rank: int, g: int) -> dict[str, object]:
-        """Return param_slice_mappings of group `g`: {name on the rank: address to be pickled} of the part of each
-        parameter in a rank's flat tensor. Parameters of which the rank has no part are left out."""
+    def _build_slice_mappings(self, rank: int, g: int) -> dict[str, object]:
+        """Return param_slice_mappings of group `g`: {name on the rank: address in the rank's flat tensor, to be
+        pickled}.
+
+        Parameters of which the rank has no part are left out.
+        """
         return {
             self.experts.local_name(n, self.world // self.replicas[g])[1]: dw.pickled_fragment(last - first, at)
             for n in self.groups[g]

@@ -25,7 +25,15 @@ from ckpttool.layouts import WriteOptions
 from . import write_common as dw
 from .experts import ExpertRanks, Experts
 from .geometry import Groups, split_into_subgroups
-from .tensor_cuts import ParameterCut, cut_for_ranks, info_of_cuts, parse_map, pattern_of, ranks_of, sizes_of_matrices
+from .tensor_cuts import (
+    ParameterCut,
+    build_universal_info,
+    count_map_ranks,
+    cut_for_ranks,
+    make_parameter_pattern,
+    parse_parameter_map,
+    read_sub_param_sizes,
+)
 from .write_experts import refuse_experts
 from .write_optimizers import OptimizerFiles
 
@@ -33,17 +41,17 @@ __all__ = ["write_tensor_ranks"]
 
 
 def write_tensor_ranks(plan: dw.SavePlan, options: WriteOptions, world: int, ranks: int) -> Draft:
-    """Plan a save for an engine of AutoTP.
+    """Return the draft of a save for an engine of AutoTP, with files for each tensor-parallel rank.
 
     Args:
         plan: what all files of the save have in common.
-        options: where it goes, and what says how parameters are cut.
+        options: where it goes, and what states how parameters are cut.
         world: the number of all ranks.
-        ranks: how many of them are tensor-parallel.
+        ranks: the number of tensor-parallel ranks among them.
 
     Raises:
-        Unsupported: nothing says how a parameter is cut for so many ranks, or AutoTP cannot hold the state.
-        UsageError: the ranks are not divided by the tensor-parallel ones.
+        Unsupported: it is not known how a parameter is cut for so many ranks, or AutoTP cannot hold the state.
+        UsageError: `ranks` does not divide `world`.
     """
     if world % ranks:
         raise UsageError(
@@ -52,14 +60,14 @@ def write_tensor_ranks(plan: dw.SavePlan, options: WriteOptions, world: int, ran
             code="CKPT0209",
         )
     refuse_experts(plan.state, None, "a save of AutoTP")
-    info, cuts = _cuts_of(plan.ckpt, plan.state, options, ranks)
-    plan.set_tensor_ranks(ranks, info_of_cuts(info, cuts))
+    info, cuts = _find_cuts(plan.ckpt, plan.state, options, ranks)
+    plan.set_tensor_ranks(ranks, build_universal_info(info, cuts))
 
     # the files of each rank, as if the model consisted of its parts
     files, replicas = TorchFiles(), world // ranks
     models, optimizers = list[dw.ModelStateFiles](), list[OptimizerFiles]()
     for rank in range(ranks):
-        local = _plan_of_rank(plan, rank, cuts)
+        local = _copy_plan_for_rank(plan, rank, cuts)
         named = [{n: local.tensors[n].shape for n in g.params if local.tensors[n].numel} for g in plan.state.groups]
         split = [split_into_subgroups(g, replicas, plan.sub_group_size) if plan.stage == 3 else [g] for g in named]
         groups: Groups = [g for parts in split for g in parts]
@@ -82,14 +90,16 @@ def write_tensor_ranks(plan: dw.SavePlan, options: WriteOptions, world: int, ran
     return whole.draft(files, out, sources, dropped)
 
 
-def _cuts_of(
+def _find_cuts(
     ckpt: Checkpoint, state: Training, options: WriteOptions, ranks: int
 ) -> tuple[Mapping[str, Any], dict[str, ParameterCut]]:
-    """Return (universal_checkpoint_info of the save that says how parameters are cut; {parameter: how so many
-    tensor-parallel ranks share it}).
+    """Find how `ranks` tensor-parallel ranks cut each parameter, from the save of --like or else the source.
+
+    Returns:
+        (universal_checkpoint_info of that save; {parameter: how the ranks share it}).
 
     Raises:
-        Unsupported: there is no such save, or nothing follows from it for a parameter.
+        Unsupported: neither is a save of tensor-parallel ranks, or the cut of a parameter does not follow from it.
     """
     like = options.like.tensor_parallel if options.like is not None else None
     info, where = (like, argument("like")) if like is not None else (ckpt.tensor_parallel, ckpt.root)
@@ -102,15 +112,15 @@ def _cuts_of(
         )
     heads = None if options.config is None else _count_heads(model_names.load_config(options.config))
     stored, out = info["affine_map"]["params"], dict[str, ParameterCut]()
-    matrices = sizes_of_matrices(info)
+    matrices = read_sub_param_sizes(info)
     for name in (n for n in state.tensors if n not in state.buffers and n not in state.tied):
-        pattern, what = pattern_of(name), f'{where}: "{name}"'
+        pattern, what = make_parameter_pattern(name), f'{where}: "{name}"'
         if pattern not in stored:
             why: str | None = "it is not in that save"
         else:
-            cut = parse_map(stored[pattern], ranks_of(stored[pattern]), what)
+            cut = parse_parameter_map(stored[pattern], count_map_ranks(stored[pattern]), what)
             found = cut_for_ranks(cut, ranks, matrices.get(pattern), heads)
-            why = found if isinstance(found, str) else _why_not_written(found, state.tensors[name].shape)
+            why = found if isinstance(found, str) else _explain_unwritable_cut(found, state.tensors[name].shape)
             if not isinstance(found, str):
                 out[name] = found
         if why is not None:
@@ -125,15 +135,16 @@ def _cuts_of(
 
 
 def _count_heads(config: Mapping[str, Any]) -> int | None:
-    """Return the key-value heads of a Hugging Face model, as DeepSpeed finds them; None where it says none."""
+    """Return the number of key-value heads in `config` of a Hugging Face model, as DeepSpeed finds it; None if it
+    has none."""
     text = config.get("text_config")
     config = text if isinstance(text, dict) else config
     keys = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_head_kv", "num_attention_heads")
     return next((config[k] for k in keys if type(config.get(k)) is int), None)
 
 
-def _why_not_written(cut: ParameterCut, shape: tuple[int, ...]) -> str | None:
-    """Return why a parameter of this shape cannot be written in such parts; None where it can."""
+def _explain_unwritable_cut(cut: ParameterCut, shape: tuple[int, ...]) -> str | None:
+    """Return why a parameter of this shape cannot be written with this cut, as text for an error; None if it can."""
     if cut.shape != shape:
         return f"it has the shape {list(shape)} here, and {list(cut.shape)} in that save"
     if 0 in cut.parts[0] and 0 not in shape:
@@ -149,8 +160,9 @@ def _why_not_written(cut: ParameterCut, shape: tuple[int, ...]) -> str | None:
     return None
 
 
-def _plan_of_rank(plan: dw.SavePlan, rank: int, cuts: Mapping[str, ParameterCut]) -> dw.SavePlan:
-    """Return the plan of the files of a tensor-parallel rank, whose weights are its parts."""
+def _copy_plan_for_rank(plan: dw.SavePlan, rank: int, cuts: Mapping[str, ParameterCut]) -> dw.SavePlan:
+    """Return a copy of the plan for the files of one tensor-parallel rank, whose weights have the shapes of the
+    rank's parts."""
     out = copy.copy(plan)
     out.tensor_rank = rank
     out.tensors = {n: replace(t, shape=cuts[n].parts[rank]) if n in cuts else t for n, t in plan.tensors.items()}
@@ -162,16 +174,18 @@ def _join_ranks(
     sources: Sequence[dict[str, TensorEntry]],
     cuts: Mapping[str, ParameterCut],
 ) -> tuple[dict[str, TensorEntry], dict[str, TensorEntry]]:
-    """Return ({name: whole tensor, or a copy that a further rank has of one}, {name: what fills it}), in the order of
-    the files.
+    """Join the tensors of all tensor-parallel ranks' files into whole ones, in the order of the files.
 
     Args:
-        tensors: {name: a rank's part of a tensor, and where it lies}, of each rank.
-        sources: {name: the whole tensor of the source}, of each rank.
+        tensors: for each rank, {name: its part of a tensor, with the place in the rank's files}.
+        sources: for each rank, {name: the whole tensor of the source that fills it}.
         cuts: {parameter: how the ranks share it}.
 
+    Returns:
+        ({name: whole tensor, or a further rank's copy of one}, {name: the tensor of the source that fills it}).
+
     Raises:
-        Unsupported: the ranks would have a tensor in different dtypes.
+        Unsupported: ranks would store a tensor in different dtypes.
     """
     out: dict[str, TensorEntry] = {}
     filled: dict[str, TensorEntry] = {}
@@ -192,12 +206,12 @@ def _join_ranks(
 
 
 def _join_parts(first: TensorEntry, column: Sequence[TensorEntry | None], cut: ParameterCut) -> TensorEntry:
-    """Return a whole tensor that lies in parts.
+    """Return the entry of a whole tensor from the parts in the ranks' files.
 
     Args:
         first: the part of rank 0.
-        column: the part of each rank, and where it lies; None where a rank has nothing of it.
-        cut: how the ranks share it.
+        column: the part of each rank, with its place in the rank's files; None for a rank that has no part.
+        cut: how the ranks share the parameter.
 
     Raises:
         Unsupported: the parts have different dtypes.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ckpttool.engine.flat.placed_masters import with_masters_as_weights
-from ckpttool.engine.flat.split_state import shared_scalars, split_training_state
+from ckpttool.engine.flat.split_state import find_shared_scalars, split_training_state
 from ckpttool.errors import Unsupported, UsageError, argument
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
@@ -41,7 +41,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 
     Raises:
         Unsupported: DeepSpeed cannot hold the state, or a parameter has a name that no folder can have.
-        UsageError: an option is no precision of DeepSpeed's, or no name of a folder.
+        UsageError: the precision is none of DeepSpeed's, the tag is not the name of a folder, or an option is for other
+            layouts.
     """
     refuse_pipeline(ckpt)
     state = split_training_state(ckpt, source, options.like and options.like.optimizer)
@@ -54,7 +55,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
             "ranks of any number load a universal checkpoint, each its part of it.",
             code="CKPT0203",
         )
-    stage = asked.stage or _stage_of(ckpt)
+    stage = asked.stage or _find_source_stage(ckpt)
     plan = dw.SavePlan(state, tensors, stage, options, asked, ckpt)
     plan.tag += "" if asked.write_tag else "_universal"
     groups = [{n: tensors[n].shape for n in g.params} for g in state.groups]
@@ -66,14 +67,14 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     dropped: list[Dropped] = list(state.dropped)
     scalars: list[dict[str, object]] = []
     for group in groups:
-        shared, lost = shared_scalars(
+        shared, lost = find_shared_scalars(
             state, group, "a universal checkpoint of stage 3 keeps one for a whole param group"
         )
         scalars.append(shared)
         dropped += lost if stage == 3 else []
         slots = plan.slots_of(group)
         for n in group:
-            _add_parameter(files, models, n, slots, shared)
+            _add_parameter_folder(files, models, n, slots, shared)
     found = plan.scaler_keys()
     found["zero_stage"] = dw.pickled_stage(stage)
     param_groups = [{**g.options, "params": own} for g, own in zip(state.groups, ids, strict=True)]
@@ -85,23 +86,23 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     files.add(f"{plan.tag}/{ds.UNIVERSAL}", {**found, "param_groups": param_groups}, {})
     files.literal("latest_universal", plan.tag.encode())
     out = Checkpoint("universal", options.target, None, [], [], {}, {})
-    return models.draft(files, out, {}, dropped, _not_restored(plan))
+    return models.draft(files, out, {}, dropped, _list_unrestored_state(plan))
 
 
-def _add_parameter(
+def _add_parameter_folder(
     files: TorchFiles, models: dw.ModelStateFiles, name: str, slots: list[str], shared: dict[str, object]
 ) -> None:
-    """Add the folder of a parameter: fp32.pt, a file for each slot, and at stages 1 and 2 one for each counter.
+    """Add the folder of a parameter: fp32.pt, a file for each slot, and at stages 1 and 2 a file for each counter.
 
     Args:
         files: the files of the draft.
-        models: the model files, which collect the places of all tensors.
-        name: the parameter.
-        slots: the slots of its param group, which are zeros for a parameter without state.
-        shared: the counters of its group, for a parameter without state.
+        models: the model files, which record where all tensors lie.
+        name: the name of the parameter.
+        slots: the slots of its param group, which are written as zeros for a parameter without state.
+        shared: {counter: value} of its param group, for a parameter without state.
 
     Raises:
-        Unsupported: its name cannot be that of a folder.
+        Unsupported: no folder can have the parameter's name.
     """
     plan, state, stage = models.plan, models.plan.state, models.stage
     if set(name) & set("/\\\0") or name in ("", ".", "..", "optimizer_state.pt") or len(os.fsencode(name)) > 255:
@@ -132,9 +133,9 @@ def _add_parameter(
         files.add(f"{plan.tag}/zero/{name}/{slot}.pt", x, {})
 
 
-def _stage_of(ckpt: Checkpoint) -> int:
-    """Return the ZeRO stage, 1 to 3, of the engine that wrote the source; 3 if that is not known, or it was not
-    DeepSpeed."""
+def _find_source_stage(ckpt: Checkpoint) -> int:
+    """Return the ZeRO stage, 1 to 3, of the engine that wrote the source; 3 if it is not known, or not a DeepSpeed
+    engine."""
     if ckpt.layout in ("zero1", "zero2", "zero3"):
         return int(ckpt.layout[-1])
     found = ckpt.values.get("extra.ds_config.zero_optimization.stage")
@@ -142,8 +143,11 @@ def _stage_of(ckpt: Checkpoint) -> int:
 
 
 def _number_groups(groups: Sequence[Mapping[str, object]]) -> list[int]:
-    """Number the param groups, {parameter: anything} each, counting only those that have parameters; an empty one gets
-    the number of the next."""
+    """Return the number of each param group, counting only groups with parameters; an empty group gets that of the
+    next.
+
+    `groups` is [{parameter: any value}].
+    """
     out, k = [], 0
     for g in groups:
         out.append(k)
@@ -151,8 +155,8 @@ def _number_groups(groups: Sequence[Mapping[str, object]]) -> list[int]:
     return out
 
 
-def _not_restored(plan: dw.SavePlan) -> list[str]:
-    """Return notes for the user on what DeepSpeed's own loader will not restore from the files."""
+def _list_unrestored_state(plan: dw.SavePlan) -> list[str]:
+    """Return notes for the user on the state in the files that DeepSpeed's own loader does not restore."""
     state, stage, out = plan.state, plan.stage, []
     names = [*state.buffers, *state.frozen, *state.extra_states]
     if names:

@@ -18,7 +18,7 @@ from ..options import ZeroOptions
 from . import write_common as dw
 from .experts import ExpertRanks, Experts
 from .geometry import split_into_subgroups
-from .write_experts import local_groups, plan_experts, refuse_experts, refuse_pipeline
+from .write_experts import plan_experts, refuse_experts, refuse_pipeline, to_local_groups
 from .write_optimizers import OptimizerFiles
 from .write_tensor_parallel import write_tensor_ranks
 
@@ -26,8 +26,10 @@ __all__ = ["prepare", "write_stage"]
 
 
 def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
-    """Return the state with its fp32 masters, the copies of the weights that the optimizer updates, as the weights,
-    where the source has both, and with all that torch's LambdaLR needs where the source saves its last epoch only.
+    """Return the state with fp32 masters as the weights where the source has both, and with a complete scheduler state.
+
+    Masters are the copies of the weights that the optimizer updates. The scheduler is completed where the source saves
+    only the last epoch of torch's LambdaLR.
 
     Raises:
         Unsupported: a master does not round to its weight.
@@ -65,7 +67,7 @@ def write_stage(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: 
     numbers = iter(range(len(groups)))
     ids = [[next(numbers) for _ in parts] for parts in split]
     files = TorchFiles()
-    local = groups if stage == 3 else local_groups(experts, groups, replicas)
+    local = groups if stage == 3 else to_local_groups(experts, groups, replicas)
     out = OptimizerFiles(plan, groups, world, experts, local, replicas)
     models = dw.ModelStateFiles(plan, groups, world, local)
     models.add(files, each_rank=stage == 3)

@@ -47,16 +47,18 @@ from . import files as ds
 __all__ = ["LAYOUTS"]
 
 
-def _detect(where: Place, stage3: bool) -> tuple[bool, str]:
-    """Return (whether a place is a DeepSpeed save of stage 3, or, unless `stage3`, of stages 0 to 2; the file that
-    shows it, or what is missing)."""
+def _detect_stage(where: Place, stage3: bool) -> tuple[bool, str]:
+    """Return (whether a place is a DeepSpeed save of the stage; the file that shows it, or what is missing).
+
+    `stage3` is whether stage 3 is meant; otherwise stages 0 to 2 are.
+    """
     source, file = where
     if file not in (None, "latest"):
         return False, "a folder, or its latest; this is another file"
     names = source.list()
     found = {"": names} if ds.is_save(names) else {}
     if not found and ("latest" in names or "latest_universal" not in names):
-        found = ds.saves_in(source)
+        found = ds.list_deepspeed_saves(source)
     pattern = ds.MODEL3 if stage3 else ds.MODEL
     for tag, inside in found.items():
         if "zero" in inside:
@@ -70,8 +72,8 @@ def _detect(where: Place, stage3: bool) -> tuple[bool, str]:
 
 
 def _next_step(advice: Advice) -> str:
-    """Return the sentence for the user that DeepSpeed resumes at the same world size, with the command for another
-    one."""
+    """Return advice for the user: DeepSpeed resumes at the same world size, and the command that converts for
+    another one."""
     to = "zero1" if advice.ckpt.layout == "zero0" else advice.ckpt.layout  # no engine of stage 0 is written
     again = advice.convert(f"--to {to} -n RANKS")
     return f"resumes in DeepSpeed at {advice.ranks}; at another world size: {again}"
@@ -160,13 +162,13 @@ _PROGRAM_OF_STAGE_3 = replace(
 )
 
 
-def _layout(stage: int, title: str, detect: Callable[[Place], tuple[bool, str]]) -> Layout:
+def _make_layout(stage: int, title: str, detect: Callable[[Place], tuple[bool, str]]) -> Layout:
     """Make the layout of a ZeRO stage, 1 to 3.
 
     Args:
         stage: the stage.
-        title: what messages call it.
-        detect: whether a place is such a save, and why.
+        title: how messages name it.
+        detect: returns (whether a place is such a save, why or why not).
     """
     aliases = ("deepspeed", "zero") if stage == 3 else ()
     return Layout(
@@ -190,7 +192,7 @@ def _layout(stage: int, title: str, detect: Callable[[Place], tuple[bool, str]])
 
 
 LAYOUTS = (
-    _layout(3, "DeepSpeed ZeRO-3", lambda where: _detect(where, True)),
-    _layout(2, "DeepSpeed ZeRO-2; reads stages 0, 1 and 2", lambda where: _detect(where, False)),
-    _layout(1, "DeepSpeed ZeRO-1; read as zero2", lambda where: (False, "see zero2, which reads it")),
+    _make_layout(3, "DeepSpeed ZeRO-3", lambda where: _detect_stage(where, True)),
+    _make_layout(2, "DeepSpeed ZeRO-2; reads stages 0, 1 and 2", lambda where: _detect_stage(where, False)),
+    _make_layout(1, "DeepSpeed ZeRO-1; read as zero2", lambda where: (False, "see zero2, which reads it")),
 )

@@ -33,7 +33,7 @@ from ckpttool.layouts import Layout, Place, late
 from ckpttool.program import Advice, Program
 
 from ..options import Fsdp1Options
-from ..rank_files import SIDE, group_rank_files, hold_state
+from ..rank_files import SIDE, group_rank_files, has_model_or_optimizer
 
 __all__ = ["LAYOUTS"]
 
@@ -52,13 +52,13 @@ def detect(where: Place) -> tuple[bool, str]:
         return True, "has files of ranks"
     if not groups:
         return False, "no torch.save files of ranks (local_rank0.pt, model_world_size_2_rank_0.pt, ...)"
-    if not hold_state(source, groups):
+    if not has_model_or_optimizer(source, groups):
         return False, f"has {groups[0].pattern}, which hold neither weights nor an optimizer"
     return True, f"has {groups[0].pattern} of {len(groups[0].ranks)} ranks"
 
 
 def _next_step(advice: Advice) -> str:
-    """Return the sentence for the user that the job resumes at the same world size, with the command for another
+    """Return advice for the user: the job resumes at the same world size, and the command that converts for another
     one."""
     return f"resumes in its job at {advice.ranks}; at another world size: {advice.convert('--to dcp -n RANKS')}"
 

@@ -12,22 +12,28 @@ from ckpttool.engine.flat.flat_layout import Flat, FlatLayout
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.index.checkpoint import TensorEntry
 
-from ..rank_files import Files, Rank, first_replica
+from ..rank_files import Files, Rank, select_first_replica
 from .flat_params import ModelInfo, RankSlices, Spans
 
 __all__ = ["read_model"]
 
 
 def read_model(files: Files, ranks: list[Rank]) -> tuple[dict[str, object], ModelInfo]:
-    """Read the model of FairScale's shards, which describe their own content in `shard_metadata`; return ({name: tensor
-    or value}, what reading the optimizer needs to know of it).
+    """Read the model from FairScale's shards, whose content `shard_metadata` describes.
+
+    Args:
+        files: the files read.
+        ranks: what each rank's file holds of the model.
+
+    Returns:
+        ({name: tensor or value}, what reading the optimizer needs to know about the model).
 
     Raises:
-        Unsupported: there are experts that each rank has for itself.
+        Unsupported: each rank has experts of its own.
         Corrupt: the metadata contradicts the tensors.
     """
     try:
-        return _from_metadata(files, ranks)
+        return _cut_by_metadata(files, ranks)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
         raise Corrupt(
             f"{files.source.root}: shard_metadata does not fit the model ({type(e).__name__}: {e}); files of different "
@@ -36,13 +42,13 @@ def read_model(files: Files, ranks: list[Rank]) -> tuple[dict[str, object], Mode
         ) from None
 
 
-def _from_metadata(files: Files, ranks: list[Rank]) -> tuple[dict[str, object], ModelInfo]:
-    """Cut the parameters out of the flat parameters as `shard_metadata` says; return ({name: tensor or value}, what
-    reading the optimizer needs to know of the model).
+def _cut_by_metadata(files: Files, ranks: list[Rank]) -> tuple[dict[str, object], ModelInfo]:
+    """Cut the parameters out of the flat parameters as `shard_metadata` describes them; the result is that of
+    `read_model`.
 
     Raises:
         KeyError, TypeError, ValueError, IndexError, AttributeError: the metadata does not fit the tensors.
-        Unsupported: there are experts that each rank has for itself.
+        Unsupported: each rank has experts of its own.
     """
     trees = [
         {k.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", ""): x for k, x in r.tree.items()}
@@ -76,7 +82,7 @@ def _from_metadata(files: Files, ranks: list[Rank]) -> tuple[dict[str, object], 
                 for n, s in zip(described["names"], described["shapes"], strict=True)
             ]
             params = [(n.replace("_fpw_module.", ""), s) for n, s in params]
-            flat = flat_layout.lay_out(key, params, dtype=dtype)
+            flat = flat_layout.lay_out_flat_parameter(key, params, dtype=dtype)
             if flat.numel != at or [prod(s) for _, s in params] != list(described["numels"]):
                 raise ValueError(f"{key} has {at} elements, its parameters {flat.numel}")
             whole = Spans(columns[0], columns[1], columns[2], columns[3], dtype)
@@ -88,7 +94,7 @@ def _from_metadata(files: Files, ranks: list[Rank]) -> tuple[dict[str, object], 
                     out.setdefault(b, out[a])
     for name in metas[0].get("buffer_names") or ():
         if name not in out and all(name in t for t in trees):
-            out[name] = first_replica(files, ranks, name, [t[name] for t in trees])
+            out[name] = select_first_replica(files, ranks, name, [t[name] for t in trees])
     shapes = {p.name: p.shape for f in flats for p in f.parts}
     own = RankSlices([(i, len(ranks)) for i in range(len(ranks))], {})
     return out, ModelInfo(FlatLayout(False, len(ranks), tuple(flats), tuple(out)), shapes, {}, own)

@@ -1,7 +1,7 @@
 """The content of the flat parameters in FSDP1's files.
 
-The files do not describe it. `layout_of` takes it from flat_layout.json, --flat-layout, --like or --config, or from the
-names in the optimizer, and proves it against the lengths and places of the slices in the files.
+The files do not describe it. `find_flat_layout` takes it from flat_layout.json, --flat-layout, --like or --config, or
+from the names in the optimizer, and proves it against the lengths and places of the slices in the files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ckpttool.printable import printable
 
 from ..rank_files import Column, Files, Rank
 
-__all__ = ["ModelInfo", "RankSlices", "Spans", "given_layout", "layout_of", "model_names_of"]
+__all__ = ["ModelInfo", "RankSlices", "Spans", "find_flat_layout", "find_model_names", "read_given_layout"]
 
 
 class ModelInfo(NamedTuple):
@@ -87,12 +87,12 @@ class Spans(NamedTuple):
         return out
 
     def chunks(self, part: FlatPart) -> Chunks:
-        """Return the chunks of a parameter that is a part of the flat tensor, with their places in files."""
+        """Return the chunks, with their places in files, of the parameter `part` of the flat tensor."""
         out, item = Chunks(len(part.shape)), ITEMSIZE[self.dtype]
         k = bisect_right(self.end, part.first)
         while k < len(self.first) and self.first[k] < part.first + part.numel:
             a = self.first[k]
-            for start, size, steps, at in flat_layout.pieces_of(part, a, self.end[k]):
+            for start, size, steps, at in flat_layout.cut_part_into_boxes(part, a, self.end[k]):
                 out.add(start, size, self.file[k], self.offset[k] + (at - a) * item, prod(size) * item, steps)
             k += 1
         if not part.numel:
@@ -100,7 +100,7 @@ class Spans(NamedTuple):
         return out
 
 
-def layout_of(
+def find_flat_layout(
     files: Files,
     plain: dict[str, Column],
     flats: dict[str, TensorEntry],
@@ -108,41 +108,43 @@ def layout_of(
     names: Callable[[], tuple[ModelNames, str] | None],
     options: ModelHints,
 ) -> tuple[FlatLayout, set[str]]:
-    """Find out what lies in the flat parameters; return (their layout, names under which the files have 1-D slices of
-    parameters).
+    """Find out which parameters the flat parameters consist of.
 
     Args:
         files: the files read.
-        plain: {name: what each rank has} of everything in the model that is no flat parameter.
+        plain: {name: what each rank has} of everything in the model that is not a flat parameter.
         flats: {wrapped module: its flat parameter}.
-        own: which slice each rank has.
-        names: called if neither files nor options give a layout; returns (names and shapes in the model's order, where
-            they are from), or None if nothing tells them.
-        options: what the user says of the model.
+        own: which slice of the flat parameters each rank has.
+        names: called if neither files nor options give a layout; returns (names and shapes in the model's order, their
+            origin as text), or None if they are not known.
+        options: what the user states about the model.
+
+    Returns:
+        (the layout, names under which the files have 1-D slices of parameters).
 
     Raises:
         Unsupported: the layout is unknown, or does not fit the files.
     """
-    given = given_layout(files, options)
+    given = read_given_layout(files, options)
     if given is not None:
         layout, where = given
         shapes = {p.name: p.shape for f in layout.flats for p in f.parts}
-        slices = _slices(plain, own, shapes)
-        _check_layout(files, layout, where, flats, plain, own, slices)
+        slices = _find_slice_names(plain, own, shapes)
+        _check_given_layout(files, layout, where, flats, plain, own, slices)
         return layout, slices
     asked = names()
     if asked is None:
-        raise _no_description(files, flats)
+        raise _make_undescribed_error(files, flats)
     known, where = asked
-    slices = _slices(plain, own, known.shapes)
+    slices = _find_slice_names(plain, own, known.shapes)
     uop = bool(slices)
-    tied = _tied_slices(plain, slices) if uop else dict(known.tied)
+    tied = _find_tied_slices(plain, slices) if uop else dict(known.tied)
     if where == _OPTIMIZER:  # it knows neither the order of modules nor what is frozen or tied, the slices do
         known = known._replace(
             shapes={**known.shapes, **{a: known.shapes[b] for a, b in tied.items() if b in known.shapes}}
         )
         if not uop or not slices <= known.shapes.keys():
-            raise _no_description(files, flats)
+            raise _make_undescribed_error(files, flats)
     order = list(plain) if uop else [n for n in known.shapes if n not in plain]
     unknown = [n for n in slices if n not in known.shapes]
     if unknown:
@@ -154,7 +156,7 @@ def layout_of(
     if not uop:
         flat_layout.refuse_sorted_names(order, where)
     params = [n for n in order if n not in known.buffers and (n in slices or not uop)]
-    inside = flat_layout.assign_to_modules(params, flats)
+    inside = flat_layout.assign_params_to_modules(params, flats)
     homeless = [m for m in inside if m not in flats]
     if homeless:
         raise Unsupported(
@@ -165,7 +167,7 @@ def layout_of(
     made = []
     for module in (*inside, *(m for m in flats if m not in inside)):
         whole, members = flats[module], [(n, known.shapes[n]) for n in inside.get(module, ())]
-        aligns = flat_layout.possible_alignments(whole.dtype) if uop else (0,)
+        aligns = flat_layout.list_possible_alignments(whole.dtype) if uop else (0,)
 
         def fits(flat: Flat, size: int = whole.shape[0]) -> bool:
             """Return whether a flat parameter has `size` elements, and its parts the slices that the files have."""
@@ -211,7 +213,7 @@ class RankSlices(NamedTuple):
             column: the slice of the parameter that each rank has.
         """
         for i, t in enumerate(column):
-            a, b = flat_layout.slice_of(flat.numel, self.shards, self.places[i][0])
+            a, b = flat_layout.find_rank_slice(flat.numel, self.shards, self.places[i][0])
             a, b = max(a, part.first), min(b, part.first + part.numel)
             if prod(t.shape) != max(0, b - a):
                 return False
@@ -222,14 +224,16 @@ class RankSlices(NamedTuple):
         return True
 
 
-def _slices(plain: dict[str, Column], own: RankSlices, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
-    """Return the names under which the files have 1-D slices of a parameter (use_orig_params): views of the flat
-    parameter, or together as long as the parameter. Buffers, which every rank has whole, are none.
+def _find_slice_names(plain: dict[str, Column], own: RankSlices, shapes: Mapping[str, tuple[int, ...]]) -> set[str]:
+    """Return the names under which the files have 1-D slices of a parameter, as with use_orig_params.
+
+    These are views of the flat parameter, or have together as many elements as the parameter. Buffers, which every rank
+    has completely, are not among them.
 
     Args:
-        plain: {name: what each rank has} of everything in the model that is no flat parameter.
+        plain: {name: what each rank has} of everything in the model that is not a flat parameter.
         own: which slice of the flat parameters each rank has.
-        shapes: {name: shape} of the parameters, as far as they are known.
+        shapes: {name: shape} of the parameters whose shapes are known.
     """
     out = set()
     firsts = own.first_ranks()
@@ -245,7 +249,7 @@ def _slices(plain: dict[str, Column], own: RankSlices, shapes: Mapping[str, tupl
     return out
 
 
-def _tied_slices(plain: dict[str, Column], slices: set[str]) -> dict[str, str]:
+def _find_tied_slices(plain: dict[str, Column], slices: set[str]) -> dict[str, str]:
     """Return {name: the earlier name whose slices are the same bytes on every rank} of tied weights.
 
     Args:
@@ -262,22 +266,26 @@ def _tied_slices(plain: dict[str, Column], slices: set[str]) -> dict[str, str]:
     return out
 
 
-def given_layout(files: Files, options: ModelHints) -> tuple[FlatLayout, str] | None:
-    """Read the flat layout next to the files, else that of --flat-layout; return (layout, where it is from), or None
-    where there is neither.
+def read_given_layout(files: Files, options: ModelHints) -> tuple[FlatLayout, str] | None:
+    """Read the flat layout next to the files, else that of --flat-layout.
+
+    Returns:
+        (layout, its origin as text); None if there is neither.
 
     Raises:
-        CkpttoolError: it is not a flat layout.
+        CkpttoolError: the file is not a flat layout.
     """
     if files.source.exists(flat_layout.RECORD):
         what = f"{files.source.root}/{flat_layout.RECORD}"
-        return flat_layout.parse_json(files.source.read_all(flat_layout.RECORD, 256 << 20), what), flat_layout.RECORD
+        return flat_layout.parse_layout_json(
+            files.source.read_all(flat_layout.RECORD, 256 << 20), what
+        ), flat_layout.RECORD
     if options.flat_layout is None:
         return None
     return flat_layout.read_layout_file(options.flat_layout), argument("flat_layout", options.flat_layout)
 
 
-def _check_layout(
+def _check_given_layout(
     files: Files,
     layout: FlatLayout,
     where: str,
@@ -286,19 +294,19 @@ def _check_layout(
     own: RankSlices,
     slices: set[str],
 ) -> None:
-    """Compare a layout that was given with the files.
+    """Check that a layout from a file fits the files of the ranks.
 
     Args:
         files: the files read.
         layout: the layout.
-        where: where it is from, for errors.
+        where: its origin, for errors.
         flats: {wrapped module: its flat parameter}.
-        plain: {name: what each rank has} of everything in the model that is no flat parameter.
+        plain: {name: what each rank has} of everything in the model that is not a flat parameter.
         own: which slice of the flat parameters each rank has.
         slices: the names in `plain` that are slices of parameters.
 
     Raises:
-        Unsupported: they do not fit; with the module and the numbers.
+        Unsupported: it does not fit; the error names the module and the numbers.
     """
     known = {f.module: f for f in layout.flats}
     if known.keys() != flats.keys():
@@ -326,17 +334,20 @@ def _check_layout(
 _OPTIMIZER = "the optimizer's state"
 
 
-def model_names_of(
+def find_model_names(
     files: Files, options: ModelHints, config: dict[str, Any] | None, optim: list[list[Rank]]
 ) -> tuple[ModelNames, str] | None:
-    """Return (names and shapes of the model in its order, where they are from): from --like, the config, or sharded
-    tensors in the optimizer; None where none of these tells.
+    """Return the names and shapes of the model in its order, from --like, the config, or sharded tensors in the
+    optimizer.
 
     Args:
         files: the files read.
-        options: what the user says of the model.
-        config: the model's config.json; None where there is none.
-        optim: what each rank has of each optimizer.
+        options: what the user states about the model.
+        config: the model's config.json; None if there is none.
+        optim: for each saved optimizer, what each rank has of it.
+
+    Returns:
+        (the names, their origin as text); None if none of the three is there.
     """
     if options.like is not None and options.like.shapes:
         like = options.like
@@ -356,9 +367,12 @@ def model_names_of(
     return None
 
 
-def _no_description(files: Files, flats: Iterable[str]) -> Unsupported:
-    """Return the error for flat parameters whose content nothing tells, with the ways to describe it. `flats` are the
-    names of their modules."""
+def _make_undescribed_error(files: Files, flats: Iterable[str]) -> Unsupported:
+    """Return the error that the content of flat parameters is not known, with the ways in which the user can describe
+    it.
+
+    `flats` are the names of their modules.
+    """
     name = printable(os.path.basename(files.source.root))
     return Unsupported(
         f"{files.source.root} holds flat parameters of {flat_layout.describe_modules(flats)}, but does not say which "
@@ -381,19 +395,19 @@ def _explain_no_fit(
     shards: int,
     uop: bool,
 ) -> str:
-    """Return the text of the error that the parameters of a module are not as long as its flat parameter.
+    """Return the text of the error that a module's parameters and its flat parameter differ in length.
 
     Args:
         files: the files read.
         module: the wrapped module.
-        numel: the elements of its flat parameter in the files.
-        members: (name, shape) of the parameters that lie in it.
+        numel: the number of elements of its flat parameter in the files.
+        members: (name, shape) of the parameters that it should consist of.
         aligns: the alignments that were tried, in elements.
-        where: where names and shapes are from.
+        where: the origin of names and shapes.
         shards: the number of slices of a flat parameter.
         uop: whether the job used use_orig_params=True.
     """
-    sizes = [flat_layout.lay_out(module, members, a, shards).numel for a in aligns]
+    sizes = [flat_layout.lay_out_flat_parameter(module, members, a, shards).numel for a in aligns]
     text = f"{sizes[0]}" if not uop else ", ".join(f"{n} aligned to {a}" for a, n in zip(aligns, sizes, strict=True))
     return (
         f'{files.source.root}: the flat parameter of module "{module}" has {numel} elements, but the {len(members)} '

@@ -20,8 +20,8 @@ from ckpttool.index.checkpoint import Leaves, Path, TensorEntry
 from ckpttool.index.optimizer_names import assign_names
 from ckpttool.layouts import ReadOptions
 
-from ..rank_files import Column, Files, Rank, assemble_slot, compare_replicas, format_step, inline_scalar
-from .flat_params import ModelInfo, RankSlices, Spans, given_layout
+from ..rank_files import Column, Files, Rank, assemble_slot, compare_replicas, format_step, read_inline
+from .flat_params import ModelInfo, RankSlices, Spans, read_given_layout
 
 __all__ = ["read_optimizer"]
 
@@ -32,22 +32,23 @@ _Slots = dict[tuple[Any, Any], Column]
 def read_optimizer(
     files: Files, saved: list[list[Rank]], known: ModelInfo, options: ReadOptions, config: dict[str, Any] | None
 ) -> Leaves:
-    """Read the optimizer and return its leaves, {("optim", ...): tensor or value}. It may be saved twice, with FQNs and
-    as numbered slices; the former is then read.
+    """Read the optimizer and return its leaves, {("optim", ...): tensor or value}.
+
+    It may be saved twice, by FQN and as numbered slices; the one by FQN is then read.
 
     Args:
         files: the files read.
-        saved: what each rank has, for each time that an optimizer was saved; at least one.
-        known: what is known of the model.
-        options: what the user says of the model.
-        config: the model's config.json; None where there is none.
+        saved: for each optimizer that was saved, at least one, what each rank has of it.
+        known: what is known about the model.
+        options: what the user states about the model.
+        config: the model's config.json; None if there is none.
 
     Raises:
-        Unsupported: there are two optimizers, or numbers of parameters cannot be named with certainty.
+        Unsupported: there are two optimizers, or numbered parameters cannot be named with certainty.
         Corrupt: the ranks, or the two saved forms, contradict one another.
     """
-    named = [r for r in saved if not _has_numbers(r[0].tree)]
-    raw = [r for r in saved if _has_numbers(r[0].tree)]
+    named = [r for r in saved if not _has_numbered_parameters(r[0].tree)]
+    raw = [r for r in saved if _has_numbered_parameters(r[0].tree)]
     for kind in (named, raw):
         if len(kind) > 1:
             a, b = (files.names[k[0].file] for k in kind[:2])
@@ -56,7 +57,7 @@ def read_optimizer(
                 code="CKPT0328",
             )
     chosen = (named or raw)[0]
-    groups = _param_groups(files, chosen)
+    groups = _read_param_groups(files, chosen)
     if named and raw:
         _check_same_save(files, named[0], raw[0])
         files.notes.append(
@@ -67,14 +68,14 @@ def read_optimizer(
     for i, group in enumerate(groups):
         for k, v in group.items():
             raw, path = chosen[0].tree["param_groups"][i][k], ("optim", "param_groups", i, str(k))
-            out.update(_with_tensors(files, chosen[0], path, raw) or {path: v})
-    columns = _slots(chosen)
+            out.update(_read_tensor_option(files, chosen[0], path, raw) or {path: v})
+    columns = _collect_slots(chosen)
     if named:
-        return {**out, **_whole_slots(files, chosen, columns)}
-    if _flat_numbers(columns) or (not columns and known.layout is not None):
+        return {**out, **_assemble_slots(files, chosen, columns)}
+    if _are_slots_flat(columns) or (not columns and known.layout is not None):
         return {**out, **_read_flat_optimizer(files, chosen, columns, groups, known, options, config)}
-    out.update(_whole_slots(files, chosen, columns))
-    given = given_layout(files, options)
+    out.update(_assemble_slots(files, chosen, columns))
+    given = read_given_layout(files, options)
     if given is not None and given[0].use_orig_params and given[0].optimizer is not None:
         numbers = [list(g.get("params") or ()) for g in groups]
         if [len(g) for g in numbers] == [len(g) for g in given[0].optimizer]:
@@ -86,14 +87,14 @@ def read_optimizer(
     return out
 
 
-def _has_numbers(tree: dict[Any, Any]) -> bool:
-    """Return whether an optimizer's state dict has numbers for its parameters, and not names."""
+def _has_numbered_parameters(tree: dict[Any, Any]) -> bool:
+    """Return whether an optimizer's state dict identifies its parameters by numbers instead of names."""
     ids = [x for g in tree.get("param_groups") or () if isinstance(g, dict) for x in g.get("params") or ()]
     return any(type(x) is int for x in ids or tree.get("state") or ())
 
 
-def _param_groups(files: Files, ranks: list[Rank]) -> list[dict[Any, Any]]:
-    """Return the param groups, which must be equal on all ranks, with tensors in them read.
+def _read_param_groups(files: Files, ranks: list[Rank]) -> list[dict[Any, Any]]:
+    """Return the param groups, which all ranks must have in common; tensors in them are read.
 
     Raises:
         Corrupt: they differ, or a rank's file has none.
@@ -122,18 +123,27 @@ def _param_groups(files: Files, ranks: list[Rank]) -> list[dict[Any, Any]]:
     return out
 
 
-def _with_tensors(files: Files, r: Rank, path: Path, x: object) -> Leaves:
-    """Return the leaves, below `path`, of an option of a param group that holds tensors, such as a learning rate or
-    Prodigy's `d_numerator`; {} where the option `x` of rank `r` holds none."""
-    return {} if next(stored_tensors.tensors_in(x), None) is None else files.leaves(r.file, x, path)
+def _read_tensor_option(files: Files, r: Rank, path: Path, x: object) -> Leaves:
+    """Return the leaves of an option of a param group that holds tensors, such as a learning rate; {} if it holds none.
+
+    Prodigy's `d_numerator` is another such option.
+
+    Args:
+        files: the files read.
+        r: the rank whose file has the option.
+        path: the path of the option, with which the paths of the leaves begin.
+        x: its value.
+    """
+    return {} if next(stored_tensors.iter_tensors(x), None) is None else files.leaves(r.file, x, path)
 
 
-def _slots(ranks: list[Rank]) -> _Slots:
-    """Return {(name or number of a parameter, slot): what each rank has, None where nothing}. A rank without elements
-    of a parameter has no slot of it.
+def _collect_slots(ranks: list[Rank]) -> _Slots:
+    """Return {(name or number of a parameter, slot): [what each rank has, None if it has nothing]}.
+
+    A rank without elements of a parameter has no slot of it.
 
     Raises:
-        Corrupt: a rank has only some of the slots of a parameter.
+        Corrupt: ranks have different slots of a parameter.
     """
     out: _Slots = {}
     first: dict[Any, tuple[Rank, dict[Any, Any]]] = {}
@@ -155,7 +165,9 @@ def _slots(ranks: list[Rank]) -> _Slots:
 
 
 def _check_same_save(files: Files, a: list[Rank], b: list[Rank]) -> None:
-    """Compare the two forms in which one optimizer was saved, each as its ranks have it: hyperparameters and steps.
+    """Check that the two forms in which one optimizer was saved have the same hyperparameters and steps.
+
+    `a` and `b` are what each rank has of the one form and of the other.
 
     Raises:
         Corrupt: they are from different saves.
@@ -164,11 +176,11 @@ def _check_same_save(files: Files, a: list[Rank], b: list[Rank]) -> None:
     def summary(ranks: list[Rank]) -> tuple[Any, Any]:
         """Return (hyperparameters of each param group, {steps as text}) of an optimizer."""
         groups = [
-            {k: v for k, v in g.items() if k not in ("params", "param_names")} for g in _param_groups(files, ranks)
+            {k: v for k, v in g.items() if k not in ("params", "param_names")} for g in _read_param_groups(files, ranks)
         ]
         steps = [
-            inline_scalar(files, ranks[0].file, x)
-            for (_, slot), c in _slots(ranks[:1]).items()
+            read_inline(files, ranks[0].file, x)
+            for (_, slot), c in _collect_slots(ranks[:1]).items()
             if slot == "step"
             for x in c
         ]
@@ -189,9 +201,8 @@ def _check_same_save(files: Files, a: list[Rank], b: list[Rank]) -> None:
         )
 
 
-def _flat_numbers(columns: _Slots) -> bool:
-    """Return whether the slots of numbered parameters are slices of flat parameters: 1-D, all that are no single
-    number."""
+def _are_slots_flat(columns: _Slots) -> bool:
+    """Return whether the slots of numbered parameters are slices of flat parameters: all 1-D, except single numbers."""
     wide = [x for c in columns.values() for x in c if is_sharded(x) or (isinstance(x, StoredTensor) and x.shape)]
     return bool(wide) and all(isinstance(x, StoredTensor) and len(x.shape) == 1 for x in wide)
 
@@ -212,16 +223,16 @@ def _read_flat_optimizer(
         ranks: what each rank has of the optimizer.
         columns: {(number of a parameter, slot): what each rank has}.
         groups: the param groups.
-        known: what is known of the model.
-        options: what the user says of the model.
-        config: the model's config.json; None where there is none.
+        known: what is known about the model.
+        options: what the user states about the model.
+        config: the model's config.json; None if there is none.
 
     Raises:
-        Unsupported: the numbers cannot be named with certainty.
-        Corrupt: slots of one parameter are not equally long.
+        Unsupported: the numbered parameters cannot be named with certainty.
+        Corrupt: slots of one parameter have different lengths.
     """
     ids = [list(g.get("params") or ()) for g in groups]
-    lengths = _lengths_by_number(files, ranks, columns)
+    lengths = _count_elements_by_number(files, ranks, columns)
     expected = [[lengths.get(x) for x in group] for group in ids]
     own = known.own if known.own.places else RankSlices([(i, len(ranks)) for i in range(len(ranks))], {})
     layout = known.layout
@@ -229,15 +240,15 @@ def _read_flat_optimizer(
     if layout is not None:
         resolved = _match_numbers(layout, own, expected)
     else:
-        for guess in _candidate_layouts(files, known, own, expected, options, config):
+        for guess in _generate_candidate_layouts(files, known, own, expected, options, config):
             resolved = _match_numbers(guess, own, expected)
             if resolved is not None:
                 layout = guess
                 break
         if resolved is None and own.shards == 1:  # use_orig_params, and all parameters have one dimension
-            return _whole_slots(files, ranks, columns)
+            return _assemble_slots(files, ranks, columns)
     if layout is None or resolved is None:
-        raise Unsupported(_explain_unresolved(files, ranks, ids, lengths, layout, known), code="CKPT0308")
+        raise Unsupported(_explain_unresolved_numbers(files, ranks, ids, lengths, layout, known), code="CKPT0308")
     by_key = {f.key: f for f in layout.flats}
     by_name = {p.name: (f, p) for f in layout.flats for p in f.parts}
     copies = dict(layout.copies)
@@ -251,15 +262,15 @@ def _read_flat_optimizer(
             for slot, column in by_number.get(x, ()):
                 whole = _count_elements(column) != lengths.get(x)
                 out.update(_cut_slot(files, ranks, own, layout, parts, slot, f"{name}.{slot}", column, whole))
-        out["optim", "param_groups", i, "params"] = flat_layout.trained_parameters(layout, names)
+        out["optim", "param_groups", i, "params"] = flat_layout.list_trained_parameters(layout, names)
     return {path: leaf for path, leaf in out.items() if path[1] != "state" or path[2] not in copies}
 
 
-def _whole_slots(files: Files, ranks: list[Rank], columns: _Slots) -> Leaves:
-    """Return the leaves of slots that each rank has whole, or as ShardedTensor or DTensor, under the names or numbers
-    that the files have for their parameters.
+def _assemble_slots(files: Files, ranks: list[Rank], columns: _Slots) -> Leaves:
+    """Return the leaves of slots that each rank has completely, or as ShardedTensor or DTensor.
 
-    `columns` is {(name or number of a parameter, slot): what each rank has}.
+    They have the names or numbers of parameters that the files have. `columns` is {(name or number of a parameter,
+    slot): what each rank has}.
 
     Raises:
         Corrupt: the ranks contradict one another.
@@ -270,14 +281,14 @@ def _whole_slots(files: Files, ranks: list[Rank], columns: _Slots) -> Leaves:
     return out
 
 
-def _lengths_by_number(files: Files, ranks: list[Rank], columns: _Slots) -> dict[Any, tuple[int, ...]]:
-    """Return {number of a parameter: elements that each rank has of it}. If a slot has one element on every rank and
-    other slots have more, it is one number for the whole parameter.
+def _count_elements_by_number(files: Files, ranks: list[Rank], columns: _Slots) -> dict[Any, tuple[int, ...]]:
+    """Return {number of a parameter: the number of its elements on each rank}, the same for all slots.
 
-    `columns` is {(number of a parameter, slot): what each rank has}.
+    A slot with one element on every rank, where other slots have more, is a single number for the whole parameter and
+    is ignored. `columns` is {(number of a parameter, slot): what each rank has}.
 
     Raises:
-        Corrupt: two slots of one parameter differ, or the ranks differ in dtype.
+        Corrupt: slots of one parameter have different lengths, or the ranks have different dtypes.
     """
     out: dict[Any, tuple[int, ...]] = {}
     slots: dict[Any, str] = {}
@@ -287,7 +298,7 @@ def _lengths_by_number(files: Files, ranks: list[Rank], columns: _Slots) -> dict
             out[x], slots[x] = n, str(slot)
     for (x, slot), column in columns.items():
         n = _count_elements(column)
-        if n == out.get(x) or _is_number(column):
+        if n == out.get(x) or _is_single_number(column):
             continue
         k = next(i for i in range(len(n)) if n[i] != out[x][i])
         raise Corrupt(
@@ -311,18 +322,22 @@ def _lengths_by_number(files: Files, ranks: list[Rank], columns: _Slots) -> dict
 
 
 def _count_elements(column: Column) -> tuple[int, ...]:
-    """Return the number of elements that each rank has of a slot; 0 where it is missing, or a number."""
+    """Return the number of elements that each rank has of a slot; 0 if the slot is missing, a number or a 0-dim
+    tensor."""
     return tuple(prod(t.shape) if isinstance(t, StoredTensor) and t.shape else 0 for t in column)
 
 
-def _is_number(column: Column) -> bool:
-    """Return whether a slot is, on every rank, one number for all of a parameter, or missing."""
+def _is_single_number(column: Column) -> bool:
+    """Return whether a slot is a single number on every rank that has it, rather than a value for each element."""
     return all(not isinstance(t, StoredTensor) or prod(t.shape) == 1 for t in column)
 
 
-def _lengths_by_name(layout: FlatLayout, own: RankSlices) -> list[tuple[str, tuple[int, ...]]]:
-    """Return (name, elements that each rank has) of everything that the optimizer numbers, in the order of the model:
-    flat parameters, or parameters with use_orig_params."""
+def _list_expected_lengths(layout: FlatLayout, own: RankSlices) -> list[tuple[str, tuple[int, ...]]]:
+    """Return (name, number of elements on each rank) of everything that the optimizer numbers, in the order of the
+    model.
+
+    These are parameters with use_orig_params, else flat parameters.
+    """
     out = []
     for flat in layout.flats:
         if not layout.use_orig_params:
@@ -330,7 +345,7 @@ def _lengths_by_name(layout: FlatLayout, own: RankSlices) -> list[tuple[str, tup
             out.append((flat.key, (step,) * len(own.places)))
             continue
         for p in flat.parts:
-            cut = [flat_layout.slice_of(flat.numel, own.shards, k) for k, _ in own.places]
+            cut = [flat_layout.find_rank_slice(flat.numel, own.shards, k) for k, _ in own.places]
             out.append((p.name, tuple(max(0, min(b, p.first + p.numel) - max(a, p.first)) for a, b in cut)))
     if layout.use_orig_params and layout.names is not None:
         place = {n: i for i, n in enumerate(layout.names)}
@@ -339,14 +354,14 @@ def _lengths_by_name(layout: FlatLayout, own: RankSlices) -> list[tuple[str, tup
 
 
 def _match_numbers(layout: FlatLayout, own: RankSlices, expected: list[list[Any]]) -> list[list[str]] | None:
-    """Return the names of the numbered parameters, group by group; None unless the lengths leave exactly one way.
+    """Return the names of the numbered parameters, group by group; None unless their lengths fit in exactly one way.
 
     Args:
         layout: the layout of the flat parameters.
         own: which slice of them each rank has.
-        expected: for every number of every group the elements that each rank has; None for one without state.
+        expected: for each parameter of each group, the number of its elements on each rank; None if it has no state.
     """
-    names = _lengths_by_name(layout, own)
+    names = _list_expected_lengths(layout, own)
     if layout.optimizer is not None and [len(g) for g in layout.optimizer] == [len(g) for g in expected]:
         lengths = dict(names)
         if all(
@@ -358,7 +373,7 @@ def _match_numbers(layout: FlatLayout, own: RankSlices, expected: list[list[Any]
     return assign_names(names, expected)[0]
 
 
-def _candidate_layouts(
+def _generate_candidate_layouts(
     files: Files,
     known: ModelInfo,
     own: RankSlices,
@@ -366,29 +381,29 @@ def _candidate_layouts(
     options: ReadOptions,
     config: dict[str, Any] | None,
 ) -> Iterable[FlatLayout]:
-    """Yield flat layouts to try: the one that was given, else those that the names and shapes of the model allow.
+    """Yield the flat layouts to try: the given one if there is one, else those that the model's names and shapes allow.
 
     Args:
         files: the files read.
-        known: what is known of the model.
+        known: what is known about the model.
         own: which slice of a flat parameter each rank has.
-        expected: for every number of every group the elements that each rank has; None for one without state.
-        options: what the user says of the model.
-        config: the model's config.json; None where there is none.
+        expected: for each parameter of each group, the number of its elements on each rank; None if it has no state.
+        options: what the user states about the model.
+        config: the model's config.json; None if there is none.
     """
-    given = given_layout(files, options)
+    given = read_given_layout(files, options)
     if given is not None:
         yield given[0]
         return
     names, shapes = list(known.params), known.params
-    paths = flat_layout.module_paths(names)
+    paths = flat_layout.list_module_paths(names)
     wraps: list[list[str]] = []
     if options.wrap is not None:
         wraps.append(flat_layout.match_modules(paths, options.wrap))
     else:
         if config is not None:
             wraps.append([b for b in model_names.read_model_names(config).blocks if b in paths])
-        wraps.append(flat_layout.match_modules(paths, flat_layout.find_blocks(names)))
+        wraps.append(flat_layout.match_modules(paths, flat_layout.find_block_patterns(names)))
         wraps.append([])
     wanted = {n for group in expected for n in group}
     tied = dict(options.like.tied) if options.like else {}
@@ -396,7 +411,7 @@ def _candidate_layouts(
     if config is not None:
         tied = {**model_names.read_model_names(config).tied, **tied}
     for modules in wraps:
-        inside = flat_layout.assign_to_modules(names, modules)
+        inside = flat_layout.assign_params_to_modules(names, modules)
         for aligns in ((0,), *((a,) for a in (4, 8, 2, 16))):
             uop = aligns != (0,)
             made = []
@@ -405,7 +420,7 @@ def _candidate_layouts(
                 def fits(flat: Flat, uop: bool = uop) -> bool:
                     """Return whether the optimizer numbers something as long, on every rank, as each part of a flat
                     parameter."""
-                    found = _lengths_by_name(FlatLayout(uop, own.shards, (flat,)), own)
+                    found = _list_expected_lengths(FlatLayout(uop, own.shards, (flat,)), own)
                     return all(n in wanted or None in wanted for _, n in found)
 
                 flat = flat_layout.find_fitting_layout(
@@ -418,7 +433,7 @@ def _candidate_layouts(
                 yield FlatLayout(uop, own.shards, tuple(made), tuple(names))
 
 
-def _explain_unresolved(
+def _explain_unresolved_numbers(
     files: Files,
     ranks: list[Rank],
     ids: list[list[Any]],
@@ -426,15 +441,15 @@ def _explain_unresolved(
     layout: FlatLayout | None,
     known: ModelInfo,
 ) -> str:
-    """Return the text of the error that numbers of parameters cannot be named, with what the user can give.
+    """Return the text of the error that numbered parameters cannot be named, with advice on what the user can provide.
 
     Args:
         files: the files read.
         ranks: what each rank has of the optimizer.
         ids: the numbers in each param group.
-        lengths: {number: elements that each rank has of it}.
+        lengths: {number: its elements on each rank}.
         layout: the layout of the flat parameters; None if it is not known.
-        known: what is known of the model.
+        known: what is known about the model.
     """
     count = sum(map(len, ids))
     first = next(iter(lengths.items()), (0, ()))
@@ -443,7 +458,7 @@ def _explain_unresolved(
         f"{first[0]} has {', '.join(map(str, first[1][:8]))} elements on the ranks. "
     )
     if layout is not None:
-        has = len(_lengths_by_name(layout, known.own))
+        has = len(_list_expected_lengths(layout, known.own))
         return text + (
             f"That fits no order of the {has} flat parameters of the model, or more than one. Give "
             f"{argument('flat_layout')} with the optimizer's order, ckpttool.describe_fsdp1(model, optimizer) in the "
@@ -467,18 +482,18 @@ def _cut_slot(
     column: Column,
     whole: bool,
 ) -> Leaves:
-    """Return {path: leaf} of one slot of one numbered parameter, cut into what it is for each FQN in it.
+    """Return {path: leaf} of one slot of one numbered parameter, cut into one leaf for each FQN.
 
     Args:
         files: the files read.
         ranks: what each rank has of the optimizer.
         own: which slice of a flat parameter each rank has.
         layout: the layout of the flat parameters.
-        parts: the parameters in it, each with its flat parameter.
+        parts: the FQNs' parts of the numbered parameter, each with its flat parameter.
         slot: the slot.
         name: how errors name it.
         column: what each of `ranks` has of it.
-        whole: whether it is one value for all of them, such as the step.
+        whole: whether it is one value that all FQNs share, such as the step.
 
     Raises:
         Corrupt: the ranks contradict one another.
@@ -498,6 +513,6 @@ def _cut_slot(
     if layout.use_orig_params:
         spans = Spans.joined(files, at, [(r, t) for r, t, _ in found])
     else:
-        cut = [(r, t, flat_layout.slice_of(flat.numel, own.shards, k)) for r, t, k in found]
+        cut = [(r, t, flat_layout.find_rank_slice(flat.numel, own.shards, k)) for r, t, k in found]
         spans = Spans.joined(files, at, [(r, t._replace(shape=(b - a,))) for r, t, (a, b) in cut])
     return {("optim", "state", p.name, slot): TensorEntry(spans.dtype, p.shape, (), spans.chunks(p)) for _, p in parts}

@@ -11,12 +11,12 @@ from ckpttool.engine.flat.flat_layout import Flat, FlatLayout
 from ckpttool.engine.flat.split_state import ParamGroup, Training
 from ckpttool.errors import Unsupported, argument
 from ckpttool.huggingface import encodings, model_names
-from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, TensorEntry, floating_dtype
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, TensorEntry, parse_floating_dtype
 from ckpttool.layouts import WriteOptions
 
 from ..options import Fsdp1Options
 
-__all__ = ["FlatPlan", "plan_flats"]
+__all__ = ["FlatPlan", "plan_flat_parameters"]
 
 
 @dataclass
@@ -29,22 +29,22 @@ class FlatPlan:
     notes: list[str] = field(default_factory=list)
 
 
-def plan_flats(ckpt: Checkpoint, state: Training, options: WriteOptions, world: int) -> FlatPlan:
-    """Plan the flat parameters to write for a job of `world` ranks, and what its optimizer lists.
+def plan_flat_parameters(ckpt: Checkpoint, state: Training, options: WriteOptions, world: int) -> FlatPlan:
+    """Plan the flat parameters to write for a job of `world` ranks, and the param groups of its optimizer.
 
     Raises:
-        Unsupported: FSDP1 cannot flatten the parameters, or the layout given is not that of the state.
+        Unsupported: FSDP1 cannot flatten the parameters, or the given flat layout does not fit the state.
     """
     notes: list[str] = []
     own = options.of(Fsdp1Options)
-    groups = _listed_by_group(ckpt, state)
+    groups = _list_group_params(ckpt, state)
     group_of = {n: i for i, (names, _) in enumerate(groups) for n in names}
     params = {*group_of, *state.frozen, *state.tied, *(n for g in state.groups for n in g.params)}
     given = flat_layout.read_layout_file(options.flat_layout) if options.flat_layout is not None else None
     if given is not None:
         flats = _check_given_flats(given, state, params, options, world)
         names = given.names or tuple(state.tensors)
-        why = _why_original_params(flats, state, group_of)
+        why = _explain_original_params(flats, state, group_of)
         if not given.use_orig_params and (why or own.use_orig_params):
             raise Unsupported(
                 f"{argument('flat_layout', options.flat_layout)} is of a job with use_orig_params=False; "
@@ -53,10 +53,10 @@ def plan_flats(ckpt: Checkpoint, state: Training, options: WriteOptions, world: 
             )
         uop = given.use_orig_params
     else:
-        names = _model_order(ckpt, state, options)
+        names = _find_model_order(ckpt, state, options)
         ordered = [n for n in names if n in params]
-        modules = _wrapped_modules(ckpt, ordered, options, notes)
-        flats, uop = _flats_of_modules(ordered, modules, state, options, group_of, world, notes)
+        modules = _choose_wrapped_modules(ckpt, ordered, options, notes)
+        flats, uop = _lay_out_modules(ordered, modules, state, options, group_of, world, notes)
 
     in_flats = {p.name for f in flats for p in f.parts}
     copies = tuple((a, b) for a, b in state.tied.items() if a in in_flats)
@@ -69,14 +69,14 @@ def plan_flats(ckpt: Checkpoint, state: Training, options: WriteOptions, world: 
     if any(path[0] == "optim" for path in paths):
         owners = dict(copies)
         group = {n: group_of.get(owners.get(n, n)) for n in names if n in in_flats}
-        listed = _listed_by_optimizer(groups, group, flats, uop)
+        listed = _list_optimizer_params(groups, group, flats, uop)
         if given is not None and given.optimizer is not None:
-            listed = _in_given_order(given.optimizer, listed, notes)
+            listed = _order_groups_as_given(given.optimizer, listed, notes)
     optimizer = None if listed is None else tuple(g.params for g in listed)
     return FlatPlan(FlatLayout(uop, world, tuple(flats), tuple(names), optimizer, copies), listed, notes)
 
 
-def _flats_of_modules(
+def _lay_out_modules(
     names: list[str],
     modules: list[str],
     state: Training,
@@ -85,8 +85,9 @@ def _flats_of_modules(
     world: int,
     notes: list[str],
 ) -> tuple[list[Flat], bool]:
-    """Lay out the parameters of wrapped modules; return (the flat parameters, whether they are for
-    use_orig_params=True). They are where the user asked for that, or where use_orig_params=False cannot hold the state.
+    """Lay out the parameters of the wrapped modules, for use_orig_params=True or False.
+
+    It is True if the user asked for that, or if use_orig_params=False cannot hold the state.
 
     Args:
         names: the parameters, in the order of the model.
@@ -95,13 +96,16 @@ def _flats_of_modules(
         options: what the user asks for.
         group_of: {parameter: number of its param group}.
         world: the number of ranks.
-        notes: where notes for the user are added.
+        notes: the list to which notes for the user are added.
+
+    Returns:
+        (the flat parameters, whether they are for use_orig_params=True).
 
     Raises:
         Unsupported: FSDP1 cannot flatten the parameters of a module together.
     """
     own = options.of(Fsdp1Options)
-    if ignored := _ignored_parameters(names, modules, state, options):
+    if ignored := _find_ignored_parameters(names, modules, state, options):
         names = [n for n in names if n not in ignored]
         notes.append(
             f"{len(ignored)} frozen parameters have another dtype than the trained ones of their module, which "
@@ -109,7 +113,7 @@ def _flats_of_modules(
             f"{', '.join(sorted(ignored)[:4])}" + (", ..." if len(ignored) > 4 else "")
         )
     flats = _lay_out_flats(names, modules, state, options, 0, world)
-    why = _why_original_params(flats, state, group_of)
+    why = _explain_original_params(flats, state, group_of)
     if why is None and not own.use_orig_params:
         notes.append(
             "written for FSDP1(use_orig_params=False), its default; "
@@ -119,20 +123,20 @@ def _flats_of_modules(
     if not own.use_orig_params:
         notes.append(f"written for FSDP1(use_orig_params=True): {why}")
     # with use_orig_params, parameters are aligned to 16 bytes of the dtype that the job computes in
-    precision = None if own.precision is None else floating_dtype(own.precision)
+    precision = None if own.precision is None else parse_floating_dtype(own.precision)
     align = 16 // ITEMSIZE[precision] if precision else None
     return _lay_out_flats(names, modules, state, options, align, world), True
 
 
-def _listed_by_optimizer(
+def _list_optimizer_params(
     groups: list[ParamGroup], group: Mapping[str, int | None], flats: list[Flat], uop: bool
 ) -> list[ParamGroup]:
-    """Return the param groups with what the job's optimizer lists in each: parameters with use_orig_params, else flat
+    """Return the param groups as the job's optimizer has them: with parameters if use_orig_params, else flat
     parameters.
 
     Args:
         groups: the param groups of the source.
-        group: {parameter: number of its param group, None for one in no group}, in the order of the model.
+        group: {parameter: number of its param group, None if it is in none}, in the order of the model.
         flats: the flat parameters.
         uop: whether the job uses use_orig_params=True.
     """
@@ -147,9 +151,11 @@ def _listed_by_optimizer(
     return [ParamGroup(tuple(inside.get(i, ())), g.options) for i, g in enumerate(groups)]
 
 
-def _listed_by_group(ckpt: Checkpoint, state: Training) -> list[ParamGroup]:
-    """Return the param groups with the FQNs of all parameters that the source lists in each, also those without state;
-    tied weights are listed once, under the name that owns them."""
+def _list_group_params(ckpt: Checkpoint, state: Training) -> list[ParamGroup]:
+    """Return the param groups with the FQNs of all parameters that the source has in each, even of those without state.
+
+    Tied weights are listed once, under the name that owns them.
+    """
     out = []
     for i, g in enumerate(state.groups):
         value = ckpt.values.get(f"optim.param_groups.{i}.params")
@@ -160,14 +166,17 @@ def _listed_by_group(ckpt: Checkpoint, state: Training) -> list[ParamGroup]:
     return out
 
 
-def _in_given_order(given: tuple[tuple[str, ...], ...], made: list[ParamGroup], notes: list[str]) -> list[ParamGroup]:
-    """Return the param groups in the order of the job's own optimizer, if it lists the same parameters; else unchanged,
-    with a note.
+def _order_groups_as_given(
+    given: tuple[tuple[str, ...], ...], made: list[ParamGroup], notes: list[str]
+) -> list[ParamGroup]:
+    """Return the param groups with their parameters in the order of the job's own optimizer.
+
+    If that optimizer has other parameters, the groups are returned unchanged, and a note is added.
 
     Args:
-        given: the names in each group of the job's optimizer, as the flat layout states them.
+        given: the names in each group of the job's optimizer, from the flat layout.
         made: the param groups in the order of the model.
-        notes: where the note is added.
+        notes: the list to which the note is added.
     """
     if [set(g) for g in given] == [set(g) for g, _ in made]:
         return [ParamGroup(names, g.options) for names, g in zip(given, made, strict=True)]
@@ -177,11 +186,12 @@ def _in_given_order(given: tuple[tuple[str, ...], ...], made: list[ParamGroup], 
     return made
 
 
-def _model_order(ckpt: Checkpoint, state: Training, options: WriteOptions) -> tuple[str, ...]:
-    """Return all names of the model in the order in which FSDP1 meets them.
+def _find_model_order(ckpt: Checkpoint, state: Training, options: WriteOptions) -> tuple[str, ...]:
+    """Return all names of the model in the order in which FSDP1 visits them: from --like or the config, else the
+    source.
 
     Raises:
-        Unsupported: no source of names keeps that order.
+        Unsupported: none of these keeps that order, or a tensor of the source is not among the names.
     """
     own = list(state.tensors)
     order: list[str] | None = None
@@ -203,13 +213,13 @@ def _model_order(ckpt: Checkpoint, state: Training, options: WriteOptions) -> tu
     return tuple(own)
 
 
-def _wrapped_modules(ckpt: Checkpoint, names: list[str], options: WriteOptions, notes: list[str]) -> list[str]:
-    """Return the modules that the job wraps, besides the root: those that --wrap names, else those of the config, else
-    the repeated blocks of the model. Notes for the user say which.
+def _choose_wrapped_modules(ckpt: Checkpoint, names: list[str], options: WriteOptions, notes: list[str]) -> list[str]:
+    """Return the modules that the job wraps besides the root, and add notes on how they were chosen.
 
-    `names` are the parameters, in the order of the model.
+    They are those that --wrap names, else those of the config, else the repeated blocks of the model. `names` are the
+    parameters, in the order of the model.
     """
-    paths = flat_layout.module_paths(names)
+    paths = flat_layout.list_module_paths(names)
     if options.wrap is not None:
         found = flat_layout.match_modules(paths, options.wrap)
         if not found and options.wrap:
@@ -218,7 +228,7 @@ def _wrapped_modules(ckpt: Checkpoint, names: list[str], options: WriteOptions, 
                 f"{flat_layout.describe_modules(paths[1:])}. * is one component of the path, ** any number"
             )
         return found
-    patterns = flat_layout.find_blocks(names)
+    patterns = flat_layout.find_block_patterns(names)
     if options.config is not None:
         config = model_names.load_config(options.config)
         inside = set(paths)
@@ -236,19 +246,20 @@ def _wrapped_modules(ckpt: Checkpoint, names: list[str], options: WriteOptions, 
     return found
 
 
-def _ignored_parameters(names: list[str], modules: list[str], state: Training, options: WriteOptions) -> set[str]:
-    """Return the frozen parameters whose dtype is not that of the trained ones in the same wrapped module, which FSDP1
-    must be told to leave alone.
+def _find_ignored_parameters(names: list[str], modules: list[str], state: Training, options: WriteOptions) -> set[str]:
+    """Return the frozen parameters whose dtype differs from that of the trained ones in the same wrapped module.
+
+    FSDP1 cannot flatten both together, so the job must have these ignored (ignored_states).
 
     Args:
         names: the parameters, in the order of the model.
         modules: the modules that the job wraps.
         state: the state to write.
-        options: which dtype each is written in.
+        options: which dtype each parameter is written in.
     """
     trained = {n for g in state.groups for n in g.params}
     out: set[str] = set()
-    for members in flat_layout.assign_to_modules(names, modules).values():
+    for members in flat_layout.assign_params_to_modules(names, modules).values():
         kinds = {n: options.cast(f"model.{n}", state.tensors[n].dtype) for n in members}
         floats = {kinds[n] for n in members if state.tied.get(n, n) in trained}
         if len(floats) == 1:
@@ -271,15 +282,15 @@ def _lay_out_flats(
         modules: the modules that the job wraps.
         state: the state to write.
         options: which dtype each parameter is written in.
-        align: the number of elements to a multiple of which each parameter is aligned, 0 for none; None: as many as are
-            16 bytes in the dtype of the parameters.
+        align: each parameter is aligned to a multiple of this number of elements, 0 for no alignment; None: 16 bytes in
+            the dtype of the parameters.
         world: the number of ranks.
 
     Raises:
         Unsupported: FSDP1 cannot flatten the parameters of a module together.
     """
     out = []
-    for module, members in flat_layout.assign_to_modules(names, modules).items():
+    for module, members in flat_layout.assign_params_to_modules(names, modules).items():
         owners = [n for n in members if state.tied.get(n) not in members]
         shared = [(n, state.tied[n]) for n in members if state.tied.get(n) in members]
         kinds = {options.cast(f"model.{n}", state.tensors[n].dtype): n for n in owners}
@@ -309,7 +320,7 @@ def _lay_out_flats(
             )
         step = 16 // ITEMSIZE[dtype] if align is None else align
         sized = [(n, state.tensors[n].shape) for n in owners]
-        out.append(flat_layout.lay_out(module, sized, step, world, dtype, shared))
+        out.append(flat_layout.lay_out_flat_parameter(module, sized, step, world, dtype, shared))
     return out
 
 
@@ -355,9 +366,9 @@ def _check_given_flats(
     return out
 
 
-def _why_original_params(flats: list[Flat], state: Training, group_of: Mapping[str, int]) -> str | None:
-    """Return why use_orig_params=False, one tensor for all of a module, cannot hold a state, as text for the user; None
-    where it can.
+def _explain_original_params(flats: list[Flat], state: Training, group_of: Mapping[str, int]) -> str | None:
+    """Return why use_orig_params=False, with one tensor for a whole module, cannot hold a state, as text; None if it
+    can.
 
     `group_of` is {parameter: number of its param group}.
     """
@@ -377,15 +388,15 @@ def _why_original_params(flats: list[Flat], state: Training, group_of: Mapping[s
             one, two = state.slots.get(first, {}), state.slots.get(n, {})
             if {k: t.dtype for k, t in one.items()} != {k: t.dtype for k, t in two.items()}:
                 return (
-                    f'in {where} "{first}" and "{n}" have not the same optimizer state ({_slot_names(one)}; '
-                    f"{_slot_names(two)})"
+                    f'in {where} "{first}" and "{n}" have not the same optimizer state ({_format_slots(one)}; '
+                    f"{_format_slots(two)})"
                 )
             if state.scalars.get(first, {}) != state.scalars.get(n, {}):
                 return f'in {where} "{first}" and "{n}" are at different steps, and one flat parameter has one'
     return None
 
 
-def _slot_names(slots: Mapping[str, TensorEntry]) -> str:
+def _format_slots(slots: Mapping[str, TensorEntry]) -> str:
     """Return slots with their dtypes as text, such as "exp_avg float32, exp_avg_sq float32"; "none" if there are
     none."""
     return ", ".join(f"{k} {t.dtype}" for k, t in slots.items()) or "none"

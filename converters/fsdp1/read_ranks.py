@@ -14,7 +14,7 @@ from ckpttool.huggingface.model_names import ModelNames
 from ckpttool.index.checkpoint import Checkpoint, Leaves, Salvage, TensorEntry, same_bytes, tied_weights
 from ckpttool.index.composites import shape_of
 from ckpttool.index.fqns import EXTRA_STATE, strip_wrappers
-from ckpttool.index.names import canonical, with_canonical_keys
+from ckpttool.index.names import make_canonical_state, with_canonical_keys
 from ckpttool.index.records import Records
 from ckpttool.layouts import ModelHints, Place, ReadOptions, checkpoint_of
 from ckpttool.storage.source import Source
@@ -24,15 +24,15 @@ from ..rank_files import (
     Files,
     Rank,
     assemble_tensor,
-    column_of_ranks,
-    first_replica,
+    collect_rank_values,
     group_rank_files,
     merge_other_state,
     read_rank_files,
     record_other_copies,
+    select_first_replica,
 )
 from . import fairscale
-from .flat_params import ModelInfo, RankSlices, Spans, layout_of, model_names_of
+from .flat_params import ModelInfo, RankSlices, Spans, find_flat_layout, find_model_names
 from .optimizer import read_optimizer
 
 __all__ = ["read"]
@@ -43,7 +43,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
     Raises:
         Corrupt: a rank is missing, exchanged, or of another step, or a file is damaged.
-        Unsupported: the files do not tell, and neither do the options, what lies in a flat parameter.
+        Unsupported: neither files nor options describe the content of a flat parameter.
         UsageError: an option cannot be used.
     """
     try:
@@ -59,11 +59,11 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
 
 def _read_folder(source: Source, options: ReadOptions) -> Checkpoint:
-    """Read model, optimizer and the rest from the files of ranks, give them canonical names, and return the index.
+    """Read model, optimizer and the rest from the ranks' files, give them canonical names, and return the index.
 
     Raises:
         Corrupt: a rank is missing, exchanged, or of another step.
-        Unsupported: nothing tells what lies in a flat parameter.
+        Unsupported: the content of a flat parameter is not known.
         KeyError, TypeError, ValueError, IndexError, AttributeError: the files are not as FSDP1 writes them.
     """
     files = Files(source)
@@ -71,24 +71,24 @@ def _read_folder(source: Source, options: ReadOptions) -> Checkpoint:
     parts = read_rank_files(
         files, group_rank_files(source.list()), lost if options.salvage else None, options.allow_equal_ranks
     )
-    config = model_names.load_config(options.config) if options.config is not None else _own_config(source)
+    config = model_names.load_config(options.config) if options.config is not None else _read_own_config(source)
     model: Mapping[str, object] = {}
     known = ModelInfo(None, {}, {}, RankSlices([], {}))
     if parts.model and "shard_metadata" in parts.model[0].tree:
         model, known = fairscale.read_model(files, parts.model)
     elif parts.model:
         model, known = _read_model(
-            files, parts.model, lambda: model_names_of(files, options, config, parts.optimizers), options
+            files, parts.model, lambda: find_model_names(files, options, config, parts.optimizers), options
         )
     leaves: Leaves = {("model", name): leaf for name, leaf in model.items()}
     if parts.model:
-        extra_states = _extra_states(files, parts.model[0])
+        extra_states = _read_extra_states(files, parts.model[0])
         leaves = {p: leaf for p, leaf in leaves.items() if p not in {q[:2] for q in extra_states}} | extra_states
     if parts.optimizers and (options.only is None or "optim" in options.only):
         leaves.update(read_optimizer(files, parts.optimizers, known, options, config))
     leaves.update(merge_other_state(files, parts.rest, leaves))
     like = options.like.optimizer if options.like else None
-    named = with_canonical_keys(canonical(leaves, shape_of, like, same_bytes, options.only))
+    named = with_canonical_keys(make_canonical_state(leaves, shape_of, like, same_bytes, options.only))
     out = checkpoint_of(named, "fsdp1", source.root, parts.world, files.names, source)
     out.notes = [*parts.notes, *out.notes]
     out.records, out.config = Records(files.records.values()), config
@@ -102,9 +102,11 @@ def _read_folder(source: Source, options: ReadOptions) -> Checkpoint:
     return out
 
 
-def _extra_states(files: Files, rank: Rank) -> Leaves:
-    """Return {path: leaf} of what `get_extra_state()` of modules gave, as the file of one rank has it; one that is a
-    tensor is left out, since it is read like a buffer."""
+def _read_extra_states(files: Files, rank: Rank) -> Leaves:
+    """Return {path: leaf} of the extra states of modules (`get_extra_state()`) in the file of one rank.
+
+    An extra state that is a tensor is left out, since it is read like a buffer.
+    """
     out: Leaves = {}
     clean = strip_wrappers(str(k) for k in rank.tree)
     for key, x in rank.tree.items():
@@ -114,8 +116,8 @@ def _extra_states(files: Files, rank: Rank) -> Leaves:
     return out
 
 
-def _own_config(source: Source) -> dict[str, object] | None:
-    """Return the model's config.json in the folder, or in its huggingface/; None where there is none."""
+def _read_own_config(source: Source) -> dict[str, object] | None:
+    """Return the model's config.json from the folder, or from its huggingface/; None if there is none."""
     for name in ("config.json", "huggingface/config.json"):
         if source.exists(name):
             found = parse(source.read_all(name, 16 << 20), f"{source.root}/{name}")
@@ -133,23 +135,26 @@ def _read_model(
     names: Callable[[], tuple[ModelNames, str] | None],
     options: ModelHints,
 ) -> tuple[dict[str, TensorEntry], ModelInfo]:
-    """Read the model; return ({FQN: tensor or value}, what reading the optimizer needs to know of it).
+    """Read the model from the ranks' files.
 
     Args:
         files: the files read.
         ranks: what each rank has of the model.
         names: called only for flat parameters whose layout neither files nor options give; returns (names and shapes in
-            the model's order, where they are from), or None if nothing tells them.
-        options: what the user says of the model.
+            the model's order, their origin as text), or None if they are not known.
+        options: what the user states about the model.
+
+    Returns:
+        ({FQN: tensor or value}, what reading the optimizer needs to know about the model).
 
     Raises:
         Corrupt: the ranks contradict one another.
-        Unsupported: nothing tells what lies in a flat parameter.
+        Unsupported: the content of a flat parameter is not known.
     """
     keys = list(dict.fromkeys(k for r in ranks for k in r.tree))
     clean = strip_wrappers(str(k) for k in keys)
-    columns = {clean[str(k)]: column_of_ranks(files, ranks, k) for k in keys}
-    places = _places_of_ranks(files, ranks)
+    columns = {clean[str(k)]: collect_rank_values(files, ranks, k) for k in keys}
+    places = _find_shard_places(files, ranks)
     if any(n.rpartition(".")[2] == FLAT for n in columns):
         return _cut_flat_parameters(files, ranks, columns, places, names, options)
     out = {n: assemble_tensor(files, ranks, n, column) for n, column in columns.items()}
@@ -160,9 +165,11 @@ def _read_model(
     return out, ModelInfo(None, params, tied_weights(tensors), RankSlices(own, {}))
 
 
-def _places_of_ranks(files: Files, ranks: list[Rank]) -> dict[int, tuple[int, int]]:
-    """Return {rank: (its position in the group of ranks that shard the model together, size of that group)}, as its
-    sharded tensors state it; where they do not, the group is all ranks."""
+def _find_shard_places(files: Files, ranks: list[Rank]) -> dict[int, tuple[int, int]]:
+    """Return {rank: (its position in the group of ranks that shard the model together, size of that group)}.
+
+    The rank's sharded tensors state it; if they do not, the group consists of all ranks.
+    """
     out = {}
     for r in ranks:
         place = next((files.shards(r.file, str(k), x).place for k, x in r.tree.items() if is_sharded(x)), None)
@@ -178,20 +185,22 @@ def _cut_flat_parameters(
     names: Callable[[], tuple[ModelNames, str] | None],
     options: ModelHints,
 ) -> tuple[dict[str, TensorEntry], ModelInfo]:
-    """Cut the parameters of a LOCAL_STATE_DICT out of its flat parameters; return ({FQN: tensor}, what reading the
-    optimizer needs to know of the model).
+    """Cut the parameters of a LOCAL_STATE_DICT out of its flat parameters.
 
     Args:
         files: the files read.
         ranks: what each rank has of the model.
         columns: {name: what each of `ranks` has under it}.
         places: {rank: (its position in its sharding group, size of the group)}.
-        names: returns (names and shapes in the model's order, where they are from), or None if nothing tells them.
-        options: what the user says of the model.
+        names: returns (names and shapes in the model's order, their origin as text), or None if they are not known.
+        options: what the user states about the model.
+
+    Returns:
+        ({FQN: tensor or value}, what reading the optimizer needs to know about the model).
 
     Raises:
-        Corrupt: the ranks contradict one another, or a flat parameter is no 1-D tensor of floats.
-        Unsupported: nothing tells what lies in a flat parameter.
+        Corrupt: the ranks contradict one another, or a flat parameter is not a 1-D tensor of floats.
+        Unsupported: the content of a flat parameter is not known.
     """
     plain = {n: c for n, c in columns.items() if n.rpartition(".")[2] != FLAT}
     flats: dict[str, TensorEntry] = {}
@@ -209,7 +218,7 @@ def _cut_flat_parameters(
         had = [files.shards(r.file, name, x).pieces for r, x in zip(ranks, column, strict=True) if is_sharded(x)]
         pieces[module] = [(p[0][0][0], p[0][1]) if p else None for p in had]
     own = RankSlices([places[r.rank] for r in ranks], pieces)
-    layout, slices = layout_of(files, plain, flats, own, names, options)
+    layout, slices = find_flat_layout(files, plain, flats, own, names, options)
     out: dict[str, TensorEntry] = {}
     for flat in layout.flats:
         whole = Spans.of(flats[flat.module])
@@ -229,7 +238,7 @@ def _cut_flat_parameters(
         )
     for name, column in plain.items():
         if name not in out:
-            out[name] = first_replica(files, ranks, name, column)
+            out[name] = select_first_replica(files, ranks, name, column)
     listed = [n for n in layout.names or () if n in out]
     out = {n: out[n] for n in dict.fromkeys((*listed, *out))}
     params = {p.name: p.shape for f in layout.flats for p in f.parts}

@@ -27,7 +27,7 @@ from ckpttool.engine.flat.split_state import (
     TRAINED_ALONE,
     ParamGroup,
     Training,
-    group_values,
+    list_group_values,
     split_training_state,
     tensors_of,
 )
@@ -42,7 +42,7 @@ from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
-from .plan import FlatPlan, plan_flats
+from .plan import FlatPlan, plan_flat_parameters
 
 __all__ = ["prepare", "write"]
 
@@ -69,7 +69,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     world = options.world_size or ckpt.world_size
     if world is None or world < 1:
         raise UsageError(f"{argument('world_size')} is needed: every rank has a file of its own.", code="CKPT0209")
-    plan = plan_flats(ckpt, state, options, world)
+    plan = plan_flat_parameters(ckpt, state, options, world)
     out = _DraftFiles(ckpt, options, plan.layout, TorchFiles(), ShardTable(world), {}, {}, {})
     rest = {t.path: t for t in ckpt.tensors.values() if t.path[0] not in ("model", "optim")}
     values = {v.path: v.data for v in ckpt.values.values() if v.path[0] not in ("model", "optim")}
@@ -80,7 +80,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         _write_optimizer(out, state, plan)
     out.files.literal(flat_layout.RECORD, bounded_json.encode(flat_layout.to_json(plan.layout), indent=1) + b"\n")
     gone = {d.name for d in state.dropped}
-    after = {n: v for n, v in _groups_to_be(plan).items() if n not in state.inlined}
+    after = {n: v for n, v in _predict_group_values(plan).items() if n not in state.inlined}
     before = {n: v for n, v in ckpt.values.items() if v.path[:2] == ("optim", "param_groups")}
     kept = {n: v for n, v in ckpt.values.items() if n not in before and n not in gone} | after | state.inlined
     draft = out.files.draft(
@@ -94,12 +94,12 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     return draft
 
 
-def _groups_to_be(plan: FlatPlan) -> dict[str, Value]:
-    """Return {name: value} of the param groups as a reader of the files will find them: with parameters in place of
-    flat parameters."""
+def _predict_group_values(plan: FlatPlan) -> dict[str, Value]:
+    """Return {name: value} of the param groups that a reader of the files will find, with parameters for flat
+    parameters."""
     listed = plan.groups or ()
-    return group_values(
-        [ParamGroup(tuple(flat_layout.trained_parameters(plan.layout, names)), hyper) for names, hyper in listed]
+    return list_group_values(
+        [ParamGroup(tuple(flat_layout.list_trained_parameters(plan.layout, names)), hyper) for names, hyper in listed]
     )
 
 
@@ -134,17 +134,17 @@ class _DraftFiles:
         self.sources[name] = t
 
     def slices(self, flat: Flat) -> list[tuple[int, int]]:
-        """Return (first element, end) of the slice of a flat parameter that each rank has."""
-        return [flat_layout.slice_of(flat.numel, self.layout.shards, r) for r in range(self.layout.shards)]
+        """Return, for each rank, (first element, end) of its slice of a flat parameter."""
+        return [flat_layout.find_rank_slice(flat.numel, self.layout.shards, r) for r in range(self.layout.shards)]
 
 
 def _write_rest(out: _DraftFiles, tensors: dict[Path, TensorEntry], values: Leaves) -> None:
-    """Add extra_rank0.pt, which has all that is neither model nor optimizer under canonical names.
+    """Add extra_rank0.pt to the draft: everything that is neither model nor optimizer, under canonical names.
 
     Args:
         out: the draft.
-        tensors: {path: tensor} of what it holds.
-        values: {path: value} of the same.
+        tensors: {path: tensor} to write.
+        values: {path: value} to write.
     """
     leaves: Leaves = dict(values)
     sizes: dict[str, int] = {}
@@ -159,7 +159,7 @@ def _write_rest(out: _DraftFiles, tensors: dict[Path, TensorEntry], values: Leav
 
 
 def _write_model(out: _DraftFiles, state: Training) -> None:
-    """Add `model.state_dict()` of every rank, a file for each."""
+    """Add a file with `model.state_dict()` of every rank, local_rank<r>.pt, to the draft."""
     layout, world = out.layout, out.layout.shards
     flattened = {n for f in layout.flats for n in (*(p.name for p in f.parts), *(a for a, _ in f.shared))}
     # tensors that every rank has whole: buffers, and those inside extra states of modules
@@ -198,32 +198,32 @@ def _write_model(out: _DraftFiles, state: Training) -> None:
             sizes[key] = t.numel * ITEMSIZE[dtype]
         listed = state.tensors if layout.use_orig_params or world == 1 else whole
         tree = {**{n: views[n] for n in layout.names or listed if n in listed and n in views}, **tree}
-        tree |= {n: _with_views(x, views) for n, x in state.extra_states.items()}
+        tree |= {n: _replace_tensors_by_views(x, views) for n, x in state.extra_states.items()}
         numbers.append(out.files.add(f"local_rank{r}.pt", tree, sizes))
         places.append([out.files.offset(numbers[r], k) for k in sizes])
-    _place_model(out, buffers, numbers, places, cut)
+    _place_model_chunks(out, buffers, numbers, places, cut)
 
 
-def _with_views(tree: object, views: dict[str, object]) -> Any:
-    """Return a nested value with each tensor replaced by the reference that `views` has under its name."""
+def _replace_tensors_by_views(tree: object, views: dict[str, object]) -> Any:
+    """Return a nested value in which each tensor is replaced by its reference, `views` {name: reference to pickle}."""
     if isinstance(tree, TensorEntry):
         return views[joined(tree.path[1:])]
     if isinstance(tree, dict):
-        return {k: _with_views(x, views) for k, x in tree.items()}
-    return [_with_views(x, views) for x in tree] if isinstance(tree, list) else tree
+        return {k: _replace_tensors_by_views(x, views) for k, x in tree.items()}
+    return [_replace_tensors_by_views(x, views) for x in tree] if isinstance(tree, list) else tree
 
 
-def _place_model(
+def _place_model_chunks(
     out: _DraftFiles, buffers: list[str], numbers: list[int], places: list[list[int]], cut: list[list[tuple[int, int]]]
 ) -> None:
-    """Add the chunks of the model, in the order in which the files have their storages.
+    """Record where each tensor of the model lies in the ranks' files, in the order of the storages in these.
 
     Args:
         out: the draft.
-        buffers: the names of tensors that every rank has whole.
+        buffers: the names of the tensors that every rank has completely.
         numbers: the number of each rank's file.
-        places: for each rank, the byte of its file where each storage begins.
-        cut: for each flat parameter, (first element, end) of the slice of each rank.
+        places: for each rank, the byte of its file at which each storage begins.
+        cut: for each flat parameter, (first element, end) of each rank's slice.
     """
     world = out.layout.shards
     at = [iter(p) for p in places]
@@ -234,7 +234,7 @@ def _place_model(
             if world == 1:
                 chunks = Chunks.whole(p.shape, numbers[0], next(at[0]), p.numel * item)
             else:
-                chunks = _chunks_of_part(p, bounds, numbers, starts, item)
+                chunks = _build_part_chunks(p, bounds, numbers, starts, item)
             out.add_tensor(f"model.{p.name}", f"model.{p.name}", chunks)
         for alias, owner in flat.shared:
             out.add_tensor(f"model.{alias}", f"model.{alias}", out.tensors[f"model.{owner}"].chunks)
@@ -247,21 +247,21 @@ def _place_model(
             out.add_tensor(name if r == 0 else f"replica.{r}.{n}", name, chunks)
 
 
-def _chunks_of_part(
+def _build_part_chunks(
     p: FlatPart, bounds: list[tuple[int, int]], numbers: list[int], starts: list[int], item: int
 ) -> Chunks:
-    """Return the chunks of a parameter in the slices of all ranks.
+    """Return the chunks of a parameter that lies in the ranks' slices of a flat parameter.
 
     Args:
-        p: the parameter, as a part of a flat parameter.
-        bounds: (first element, end) of the slice of the flat parameter that each rank has.
+        p: the parameter, as a part of the flat parameter.
+        bounds: for each rank, (first element, end) of its slice of the flat parameter.
         numbers: the number of each rank's file.
-        starts: the byte of it where the slice begins.
-        item: the bytes of an element.
+        starts: the byte of each rank's file at which its slice begins.
+        item: the size of an element in bytes.
     """
     chunks = Chunks(len(p.shape))
     for r, (a, b) in enumerate(bounds):
-        for start, size, _, at in flat_layout.pieces_of(p, a, b):
+        for start, size, _, at in flat_layout.cut_part_into_boxes(p, a, b):
             chunks.add(start, size, numbers[r], starts[r] + (at - a) * item, prod(size) * item)
     if not p.numel:  # no bytes, but a place: files are written front to back
         held = [r for r, (a, b) in enumerate(bounds) if a < b]
@@ -281,7 +281,7 @@ class _Stored(NamedTuple):
 
 
 def _write_optimizer(out: _DraftFiles, state: Training, plan: FlatPlan) -> None:
-    """Add `optimizer.state_dict()` of every rank, a file for each."""
+    """Add a file with `optimizer.state_dict()` of every rank, local_optim_rank<r>.pt, to the draft."""
     layout, world = out.layout, out.layout.shards
     copies = dict(layout.copies)
     by_key = {f.key: f for f in layout.flats}
@@ -330,5 +330,5 @@ def _write_optimizer(out: _DraftFiles, state: Training, plan: FlatPlan) -> None:
                 of = f"optim.state.{owner}.{slot}"
                 item = ITEMSIZE[out.dtype(of)]
                 starts = [places[r].get((i, slot), 0) for r in range(world)]
-                chunks = _chunks_of_part(p, x.bounds, numbers, starts, item)
+                chunks = _build_part_chunks(p, x.bounds, numbers, starts, item)
                 out.add_tensor(of if owner == p.name else f"replica.{p.name}.{slot}", of, chunks)

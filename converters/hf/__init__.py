@@ -79,8 +79,8 @@ def detect(where: Place) -> tuple[bool, str]:
 
 
 def _is_foreign(source: Source, name: str) -> bool:
-    """Return whether a safetensors file is a part of vLLM's sharded_state, or of an archive that was unpacked, or the
-    state of a job by its name."""
+    """Return whether a safetensors file is no file of a model: a part of vLLM's sharded_state or of an unpacked
+    archive, or by its name the state of a job."""
     if name in ("optimizer_state.safetensors", "rng_state.safetensors"):
         return True
     if not name.startswith(("model-rank-", "tensors-")):
@@ -93,7 +93,7 @@ def _is_foreign(source: Source, name: str) -> bool:
 
 
 def read(where: Place, options: ReadOptions) -> Checkpoint:
-    """Return the index of a folder or of one file, of headers only.
+    """Return the index of a folder or of one file; only headers are read.
 
     Raises:
         NotRecognised: its only files are parts of another program's checkpoint.
@@ -104,7 +104,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     from ckpttool.formats.deltas import refuse_delta
 
     from . import training_state
-    from .quantised_weights import put_together
+    from .quantised_weights import assemble_quantised_weights
 
     source, file = where
     refuse_delta(source, file)
@@ -119,7 +119,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     shards = [n for n in names if _SHARD.fullmatch(n)]
     notes: list[str] = []
     if file is None and INDEX in names:
-        tensors, files = _read_indexed(source, notes)
+        tensors, files = _read_indexed_files(source, notes)
     elif shards:
         tensors, files = _read_rank_shards(source, shards)
         notes.append(
@@ -127,16 +127,16 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
             "up"
         )
     else:
-        tensors, files = _read_plain(source, _model_files(source, names))
+        tensors, files = _read_plain_files(source, _list_model_files(source, names))
     state = training_state.read(source, len(files)) if training_state.FOLDER in names else None
-    config = model_files.read_config(source) if file is None and "config.json" in names else None
+    config = model_files.read_config_json(source) if file is None and "config.json" in names else None
     if options.config is not None:
         config = model_files.read_model_files(options.config)[0] or config
     if not tensors:
         raise Corrupt(f"{source.root}: its safetensors files hold no tensor.", code="CKPT0401")
     if shards and config is not None:
-        _refuse_cut_vocabulary(source, tensors, config)
-    objects = put_together(source, files, tensors, notes)
+        _refuse_truncated_vocabulary(source, tensors, config)
+    objects = assemble_quantised_weights(source, files, tensors, notes)
     clean = strip_wrappers(tensors)
     leaves: dict[Path, Any] = {("model", clean[n]): t for n, t in tensors.items()}
     leaves |= {found.path: found for found in objects.values()}
@@ -152,18 +152,18 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     return out
 
 
-def _refuse_cut_vocabulary(source: Source, tensors: dict[str, TensorEntry], config: dict[str, Any]) -> None:
-    """Refuse weights of which the last rows are missing. The files of torch's writer do not say how many there are, but
-    config.json says how many rows the embedding has.
+def _refuse_truncated_vocabulary(source: Source, tensors: dict[str, TensorEntry], config: dict[str, Any]) -> None:
+    """Raise if an embedding has fewer rows than `vocab_size` in config.json. Files of torch's writer do not say how
+    many rows there are.
 
     Raises:
-        IncompleteWeights: it has fewer.
+        IncompleteWeights: with the first such weight.
     """
-    from ckpttool.index.vocabulary import is_vocabulary
+    from ckpttool.index.vocabulary import is_vocabulary_parameter
 
     rows = config.get("vocab_size")
     for name, t in tensors.items():
-        if is_vocabulary(name) and type(rows) is int and t.shape and 0 < t.shape[0] < rows:
+        if is_vocabulary_parameter(name) and type(rows) is int and t.shape and 0 < t.shape[0] < rows:
             raise IncompleteWeights(
                 f'{source.root}: the shards hold {t.shape[0]} rows of "{name}", and config.json says vocab_size '
                 f"{rows}: a shard of the weights is missing. The copy is incomplete; fetch the folder again."
@@ -171,8 +171,8 @@ def _refuse_cut_vocabulary(source: Source, tensors: dict[str, TensorEntry], conf
 
 
 def _parse_salvage(source: Source, file: str, notes: list[str]) -> Salvage | None:
-    """Return what the metadata of one file says of a salvaged copy; None where it says nothing, or nothing that can be
-    read, which a note tells."""
+    """Return the record of a salvaged copy in the metadata of a file; None if there is none, or if it cannot be read,
+    which is added to `notes`."""
     text = safetensors_header.read_header(source, file)[1].get(SALVAGE)
     if text is None:
         return None
@@ -187,26 +187,27 @@ def _parse_salvage(source: Source, file: str, notes: list[str]) -> Salvage | Non
     return Salvage.of_states(states)
 
 
-def name_in_memory(ckpt: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with the weights under their names in memory, by config.json; it is located.
+def with_memory_names(ckpt: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with its weights under the names that they have in memory, by config.json. All tensors must
+    be located.
 
     Raises:
         Corrupt: config.json is of another model. Unsupported: weights cannot be put together as its model has them.
     """
     model = {str(t.path[1]): t for t in ckpt.tensors.values() if t.path[0] == "model" and len(t.path) == 2}
     if ckpt.config is not None and model:
-        from .memory_names import in_memory
+        from .memory_names import restore_memory_names
 
         notes = list(ckpt.notes)
-        tensors = {joined(t.path): t for t in in_memory(model, ckpt.config, notes).values()}
+        tensors = {joined(t.path): t for t in restore_memory_names(model, ckpt.config, notes).values()}
         tensors.update((n, t) for n, t in ckpt.tensors.items() if t.path[0] != "model" or len(t.path) > 2)
         ckpt = replace(ckpt, tensors=tensors, notes=notes)
     return ckpt
 
 
 def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
-    """Return the checkpoint with the weights under their names in memory, by config.json, or by the training state if
-    there is one.
+    """Return the checkpoint with its weights under the names that they have in memory: by config.json, and by the
+    training state if there is one.
 
     Raises:
         Corrupt: the training state belongs to other weights, or config.json to another model. Unsupported: weights
@@ -214,13 +215,13 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
     """
     from . import training_state
 
-    ckpt = name_in_memory(ckpt)
+    ckpt = with_memory_names(ckpt)
     if training_state.INDEX not in ckpt.files:
         return ckpt
-    return training_state.merge_weights(ckpt, source)
+    return training_state.restore_saved_weights(ckpt, source)
 
 
-def _model_files(source: Source, names: list[str]) -> list[str]:
+def _list_model_files(source: Source, names: list[str]) -> list[str]:
     """List those of `names` that are files of the model, where there is no index: all safetensors files, but with
     model.safetensors only those that transformers reads.
 
@@ -248,7 +249,7 @@ def _model_files(source: Source, names: list[str]) -> list[str]:
     return files
 
 
-def _read_plain(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
+def _read_plain_files(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
     """Return ({name: tensor}, files) of files that hold each tensor once.
 
     Raises:
@@ -257,27 +258,28 @@ def _read_plain(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry
     out: dict[str, TensorEntry] = {}
     safetensors_header.prefetch_headers(source, files)
     for i, file in enumerate(files):
-        for name, slot in safetensors_header.slots(source, file).items():
+        for name, slot in safetensors_header.read_slots(source, file).items():
             if name in out:
                 raise Corrupt(
                     f'"{name}" is in {file} and in {files[out[name].chunks[0].extent.file]}, and no index says which '
                     "counts. Give the file that you want, or remove the other.",
                     code="CKPT0411",
                 )
-            out[name] = _entry(name, slot, i)
+            out[name] = _make_entry(name, slot, i)
     return out, files
 
 
-def _entry(name: str, slot: safetensors_header.Slot, file: int) -> TensorEntry:
-    """Return the entry of a weight that is whole in file number `file`, at the place that the header gives (`slot`)."""
+def _make_entry(name: str, slot: safetensors_header.Slot, file: int) -> TensorEntry:
+    """Return the entry of a weight that file number `file` holds completely; `slot` is its slot in the file's
+    header."""
     return TensorEntry(
         slot.dtype, slot.shape, ("model", name), Chunks.whole(slot.shape, file, slot.offset, slot.length)
     )
 
 
-def _read_indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
-    """Return ({name: tensor}, files) of the shards that an index lists. Tensors that it does not list are taken too,
-    with a note.
+def _read_indexed_files(source: Source, notes: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
+    """Return ({name: tensor}, files) of the shards that model.safetensors.index.json lists. Tensors in them that the
+    index does not list are included; `notes` gets their number.
 
     Raises:
         Corrupt: the shards do not hold what it says. Unsupported: model.safetensors is there, and the index names
@@ -297,7 +299,7 @@ def _read_indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEnt
             code="CKPT0328",
         )
     safetensors_header.prefetch_headers(source, files)
-    slots = [safetensors_header.slots(source, f) for f in files]
+    slots = [safetensors_header.read_slots(source, f) for f in files]
     at = {f: i for i, f in enumerate(files)}
     out: dict[str, TensorEntry] = {}
     for name, file in weights.items():
@@ -307,7 +309,7 @@ def _read_indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEnt
                 f'{what} says "{name}" is in {file}, which does not hold it. The shards do not belong to one model.',
                 code="CKPT0412",
             )
-        out[name] = _entry(name, slots[i][name], i)
+        out[name] = _make_entry(name, slots[i][name], i)
     extra = [(n, i) for i, s in enumerate(slots) for n in s if weights.get(n) != files[i]]
     for name, i in extra:
         if name in out:
@@ -316,7 +318,7 @@ def _read_indexed(source: Source, notes: list[str]) -> tuple[dict[str, TensorEnt
                 "clear.",
                 code="CKPT0411",
             )
-        out[name] = _entry(name, slots[i][name], i)
+        out[name] = _make_entry(name, slots[i][name], i)
     if extra:
         notes.append(
             f"{len(extra)} tensors are not listed in {INDEX} and were taken from their files, first {extra[0][0]}"
@@ -360,9 +362,9 @@ def _read_rank_shards(source: Source, files: list[str]) -> tuple[dict[str, Tenso
     return out, files
 
 
-def _holds(own: object) -> frozenset[str]:
-    """Return the components that a destination with these options can hold: weights alone, or, as the empty set,
-    everything."""
+def _get_held_components(own: object) -> frozenset[str]:
+    """Return the components that a destination with these options can hold: {"model"}, or the empty set for all
+    components."""
     return frozenset() if isinstance(own, HfOptions) and own.include_optimizer else frozenset({"model"})
 
 
@@ -373,8 +375,8 @@ _OWN = re.compile(
 )
 
 
-def _next_step(advice: Advice) -> str:
-    """Return a text on what from_pretrained does with the folder, or why it should not read it."""
+def _describe_next_step(advice: Advice) -> str:
+    """Return advice on how from_pretrained loads the folder, or why it must not be loaded like this."""
     from ckpttool.huggingface import hub_names
 
     ckpt = advice.ckpt
@@ -427,20 +429,20 @@ _FOLDER = Layout(
     detect=detect,
     read=read,
     locate=locate,
-    name_in_memory=name_in_memory,
+    name_in_memory=with_memory_names,
     options=HfOptions,
     keeps_subclasses=True,
     keeps_calls=True,
     write=late("ckpttool.converters.hf.write_hf:write"),
     prepare=late("ckpttool.converters.hf.write_hf:prepare"),
-    holds=_holds,
+    holds=_get_held_components,
     aliases=("huggingface", "safetensors", "transformers"),
     keeps_config=True,
     reader_uses=("config",),
     writer_uses=("config",),
     program=Program(
         rows=_ROWS,
-        next_step=_next_step,
+        next_step=_describe_next_step,
         is_export=lambda source: True,
         keeps_options=False,
         is_stray=lambda names: not any(map(_OWN.fullmatch, names)),

@@ -1,7 +1,7 @@
 """The names of weights in memory, and those that transformers gives them on the Hub.
 
 If the two differ (fused experts, moved prefixes), huggingface/hub_names.py asks transformers, and tensors of one are
-views of tensors of the other: `in_memory` joins the Hub's tensors, `cut_for_hub` makes them again.
+views of tensors of the other: `restore_memory_names` joins the Hub's tensors, `cut_into_hub_tensors` makes them again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ckpttool.index import boxes
 from ckpttool.index.axes import Compressed, place_chunks
 from ckpttool.index.checkpoint import ITEMSIZE, Chunks, TensorEntry
 
-__all__ = ["crop", "cut_for_hub", "in_memory", "needs_transformers", "ties"]
+__all__ = ["crop_to_view", "cut_into_hub_tensors", "needs_transformers", "restore_memory_names", "ties"]
 
 
 #: Output embeddings that transformers ties to the input embedding when the config says so, for hub_names.PLAIN.
@@ -28,32 +28,34 @@ _EMBEDDINGS = (
 )
 
 
-def in_memory(tensors: dict[str, TensorEntry], config: dict[str, Any], notes: list[str]) -> dict[str, TensorEntry]:
-    """Return the weights under their names in memory, tied ones under both names, unless they are codes. Codes of
-    quantised weights keep the names of the Hub, which those of their scales go with.
+def restore_memory_names(
+    tensors: dict[str, TensorEntry], config: dict[str, Any], notes: list[str]
+) -> dict[str, TensorEntry]:
+    """Return {name in memory: weight}; a tied weight is there under both names. Weights of a quantised model (packed
+    codes) keep the names of the Hub, and so do their scales; tied names are not added to them.
 
     Args:
-        tensors: {name in the files: weight}; gets the tied names unless parts are joined.
+        tensors: {name in the files: weight}; may be changed in place.
         config: config.json.
-        notes: gets tied weights, and why names were kept.
+        notes: gets the tied weights, and why names were kept.
 
     Raises:
         Corrupt, Unsupported: parts do not make up the parameters of the model of the config.
     """
     codes = encodings.find_in_tensors(tensors, config.get("quantization_config"))
-    relation = None if codes else _ask_transformers(config, tensors, notes)
+    relation = None if codes else _ask_for_hub_names(config, tensors, notes)
     if relation is not None:
         usual = {n for n, v in relation.views.items() if v.of not in relation.tied} | relation.joined.keys()
         if usual <= tensors.keys():
             if relation.joined or any(v.of != k for k, v in relation.views.items()):
-                tensors = _fuse(tensors, relation)
+                tensors = _fuse_hub_tensors(tensors, relation)
         elif tensors.keys() - relation.views.keys() - relation.joined.keys() - relation.shapes.keys():
-            loaded = _ask_loader(config, tensors, notes)
+            loaded = _ask_for_loaded_names(config, tensors, notes)
             if loaded is not None and loaded.joined:
                 notes.append(
                     "the names in the files are not those that save_pretrained writes: read as from_pretrained"
                 )
-                tensors = _fuse(tensors, loaded)
+                tensors = _fuse_hub_tensors(tensors, loaded)
     tied = ties(config, tensors, relation)
     for name, kept in (*tied.items(), *((kept, name) for name, kept in tied.items())):  # files may have either
         if name not in tensors and kept in tensors and kept not in codes.belongs:
@@ -73,10 +75,10 @@ def ties(
         return {}
     if relation is not None:
         return relation.tied if config.get("tie_word_embeddings", True) else {}
-    return _usual_ties(config, tensors)
+    return _find_usual_ties(config, tensors)
 
 
-def _usual_ties(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> dict[str, str]:
+def _find_usual_ties(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> dict[str, str]:
     """Return {output layer: embedding} if both have usual names and the config says that they are tied."""
     if not config.get("tie_word_embeddings"):
         return {}
@@ -85,7 +87,8 @@ def _usual_ties(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> dict
 
 
 def needs_transformers(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> bool:
-    """Return whether transformers must be asked: names may differ on the Hub, or ties follow from its defaults."""
+    """Return whether transformers must be asked for the names of weights: they may differ on the Hub, or ties depend on
+    its defaults. False for an adapter."""
     if not isinstance(config.get("model_type"), str):
         return False
     if any("lora_" in n or ".base_layer." in n for n in tensors):
@@ -93,34 +96,37 @@ def needs_transformers(config: dict[str, Any], tensors: dict[str, TensorEntry]) 
     return config["model_type"] not in hub_names.PLAIN or "tie_word_embeddings" not in config
 
 
-def _ask_transformers(
+def _ask_for_hub_names(
     config: dict[str, Any],
     tensors: dict[str, TensorEntry],
     notes: list[str],
 ) -> hub_names.Relation | None:
-    """Return what transformers says of the names of weights; None if it need not be asked, or cannot answer, which a
-    note says."""
+    """Return what transformers says of the names of weights; None if it need not be asked, or if it cannot answer,
+    which is added to `notes`."""
     if not needs_transformers(config, tensors):
         return None
     try:
-        return hub_names.relate(config, None)
+        return hub_names.relate_to_hub(config, None)
     except (MissingPackage, Unsupported) as e:
         notes.append(f"names are kept as they are: {e}")
         return None
 
 
-def _ask_loader(config: dict[str, Any], tensors: dict[str, TensorEntry], notes: list[str]) -> hub_names.Relation | None:
-    """Return what from_pretrained makes of weights with other names than save_pretrained writes; None where it cannot
-    load them, which a note says."""
+def _ask_for_loaded_names(
+    config: dict[str, Any], tensors: dict[str, TensorEntry], notes: list[str]
+) -> hub_names.Relation | None:
+    """Return how from_pretrained maps weights whose names are not those that save_pretrained writes; None if it cannot
+    load them, which is added to `notes`."""
     try:
-        return hub_names.relate(config, {n: t.shape for n, t in tensors.items()}, load=True)
+        return hub_names.relate_to_hub(config, {n: t.shape for n, t in tensors.items()}, load=True)
     except Unsupported as e:
         notes.append(f"names are kept as they are: {e}")
         return None
 
 
-def _fuse(tensors: dict[str, TensorEntry], relation: hub_names.Relation) -> dict[str, TensorEntry]:
-    """Join tensors of the Hub to the parameters they are parts of: each becomes a chunk of its parameter.
+def _fuse_hub_tensors(tensors: dict[str, TensorEntry], relation: hub_names.Relation) -> dict[str, TensorEntry]:
+    """Return {name in memory: parameter}: tensors of the Hub are joined to the parameters of which they are parts, as
+    chunks. Other tensors are kept.
 
     Raises:
         Corrupt: one has another shape than the config makes it. Unsupported: parts have different dtypes, or are no
@@ -146,7 +152,7 @@ def _fuse(tensors: dict[str, TensorEntry], relation: hub_names.Relation) -> dict
 
     for name, view in relation.views.items():
         if name in tensors:
-            start, shape, strides = _box_of(view, relation.shapes[view.of], name)
+            start, shape, strides = _find_box(view, relation.shapes[view.of], name)
             columns = chunks_of(view.of, name, view.shape)
             for c in tensors[name].chunks:
                 columns.add(start, shape, *c.extent, strides=strides)
@@ -160,12 +166,12 @@ def _fuse(tensors: dict[str, TensorEntry], relation: hub_names.Relation) -> dict
     return {**{n: out[n] for n in relation.shapes if n in out}, **out}
 
 
-def _box_of(
+def _find_box(
     view: hub_names.View, whole: tuple[int, ...], name: str
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]:
-    """Return (start, shape, strides) of a view of a parameter, as a box in it.
+    """Return (start, shape, strides) of the box in a parameter that a view covers.
 
-    Strides are in elements of the view's own row-major bytes where dimensions are swapped; None where they are not.
+    Strides are in elements of the view's own row-major bytes if dimensions are swapped; None if they are not.
 
     Args:
         view: the part of a parameter that the Hub has as a tensor.
@@ -194,13 +200,17 @@ def _box_of(
     return tuple(start), tuple(shape), None if boxes.is_row_major(shape, strides) else tuple(strides)
 
 
-def cut_for_hub(model: dict[str, TensorEntry], relation: hub_names.Relation) -> dict[str, TensorEntry]:
-    """Return {name on the Hub: tensor} of weights, {name in memory: weight}; bytes stay where they are.
+def cut_into_hub_tensors(model: dict[str, TensorEntry], relation: hub_names.Relation) -> dict[str, TensorEntry]:
+    """Return {name on the Hub: tensor} of weights. No bytes are moved: chunks refer to parts of the weights.
+
+    Args:
+        model: {name in memory: weight}.
+        relation: how names in memory and on the Hub differ.
 
     Raises:
         Unsupported: a weight is compressed and must be split, or a part of it is not a box.
     """
-    out = {k: crop(k, model[v.of], v) for k, v in relation.views.items()}
+    out = {k: crop_to_view(k, model[v.of], v) for k, v in relation.views.items()}
     for name, parts in relation.joined.items():
         first = model[parts[0][0]]
         chunks = Chunks(len(parts[0][1].part_shape))
@@ -212,29 +222,34 @@ def cut_for_hub(model: dict[str, TensorEntry], relation: hub_names.Relation) -> 
             try:
                 place_chunks(link, model[of], chunks, to_whole=False)
             except Compressed:
-                raise _compressed(of) from None
+                raise _make_compressed_error(of) from None
         out[name] = TensorEntry(first.dtype, parts[0][1].part_shape, ("model", name), chunks)
     return out
 
 
-def _compressed(name: str) -> Unsupported:
+def _make_compressed_error(name: str) -> Unsupported:
     """Make the error for a compressed weight of which a part is needed."""
     return Unsupported(
         f'"{name}" is compressed and must be split; convert the checkpoint to dcp first.', code="CKPT0324"
     )
 
 
-def crop(name: str, t: TensorEntry, view: hub_names.View) -> TensorEntry:
-    """Return a view of a parameter as a tensor called `name`; bytes stay where they are.
+def crop_to_view(name: str, t: TensorEntry, view: hub_names.View) -> TensorEntry:
+    """Return a view of a parameter as a tensor of its own. No bytes are moved.
+
+    Args:
+        name: name of the tensor on the Hub.
+        t: the parameter.
+        view: shape, strides and offset of the tensor in it.
 
     Raises:
         Unsupported: the parameter is compressed, or the view is not a box.
     """
     if view.shape == t.shape and view.offset == 0 and view.strides == boxes.strides(t.shape):
         return t
-    start, shape, _strides = _box_of(view, t.shape, name)
+    start, shape, _strides = _find_box(view, t.shape, name)
     if t.chunks.zstd:
-        raise _compressed(view.of)
+        raise _make_compressed_error(view.of)
     item = ITEMSIZE[t.dtype]
     full = boxes.strides(t.shape)
     # which dimension of the view runs along which dimension of the tensor; one of length 1 runs along none

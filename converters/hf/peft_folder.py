@@ -13,22 +13,23 @@ from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
 from ..options import HfOptions
-from .shards import ADAPTER, draft_shard, refuse_dtypes
+from .shards import ADAPTER, draft_shard, refuse_unsupported_dtypes
 
-__all__ = ["adapter_config", "base_relation", "refuse_adapter", "write_adapter"]
+__all__ = ["find_adapter_config", "read_base_relation", "refuse_adapter_alone", "write_adapter"]
 
 _ADAPTER_CONFIG = model_files.ADAPTER_CONFIG
 
 
-def adapter_config(
+def find_adapter_config(
     source: Source, options: WriteOptions, notes: list[str], *, one_of_several: bool = False
 ) -> tuple[dict[str, Any], dict[str, bytes]] | None:
-    """Return (adapter_config.json, {name: bytes} of files to copy); None where `lora_alpha` was given instead of it.
+    """Return (adapter_config.json, {name: bytes} of files to copy); None if the user gave `lora_alpha` instead of a
+    config.
 
     Args:
-        source: the checkpoint, beside which it may lie.
-        options: what the user gave.
-        notes: gets what was found where.
+        source: the checkpoint; the config may be in the same folder.
+        options: those of the conversion.
+        notes: gets where files were found.
         one_of_several: the source holds several adapters, of which this is one.
 
     Raises:
@@ -42,7 +43,7 @@ def adapter_config(
         found = model_files.find_adapter_files(source, None, notes, name, one_of_several=one_of_several)
     if own.lora_alpha is None:
         if found is None:
-            raise model_files.missing_adapter_config(given, asked)
+            raise model_files.make_missing_config_error(given, asked)
         return found
     if found is not None:
         raise UsageError(
@@ -54,11 +55,12 @@ def adapter_config(
     return None
 
 
-def base_relation(source: Source, options: WriteOptions) -> hub_names.Relation:
+def read_base_relation(source: Source, options: WriteOptions) -> hub_names.Relation:
     """Return how the names of the base model in memory and on the Hub differ, by its config.json.
 
     Raises:
-        Unsupported: there is none, or transformers does not know the architecture. MissingPackage: transformers.
+        Unsupported: there is no config.json, or transformers does not know the architecture. MissingPackage:
+            transformers is not installed.
     """
     config = model_files.find_model_files(source, options.config, [])[0]
     if config is None:
@@ -67,11 +69,11 @@ def base_relation(source: Source, options: WriteOptions) -> hub_names.Relation:
             f"the Hub names its experts. Give {argument('config')} its folder or id.",
             code="CKPT0312",
         )
-    return hub_names.relate(config, None)
+    return hub_names.relate_to_hub(config, None)
 
 
 def write_adapter(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """Draft a folder that PEFT loads, of a checkpoint that holds an adapter and nothing else
+    """Draft a folder that PEFT loads. The checkpoint must hold an adapter and nothing else
     (adapters.keep_adapter_only).
 
     Raises:
@@ -81,25 +83,27 @@ def write_adapter(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
     notes: list[str] = []
     own = options.of(HfOptions)
     stored = {joined(t.path[1:]): t for t in ckpt.tensors.values()}
-    config = adapter_config(source, options, notes)
+    config = find_adapter_config(source, options, notes)
     extra = {} if config is None else config[1]
     if own.split_experts and config is not None:
-        from ckpttool.huggingface.split_experts import split_config
+        from ckpttool.huggingface.split_experts import make_split_config
 
-        extra[_ADAPTER_CONFIG] = lora.encode_config(split_config(config[0], stored, base_relation(source, options)))
+        extra[_ADAPTER_CONFIG] = lora.encode_adapter_config(
+            make_split_config(config[0], stored, read_base_relation(source, options))
+        )
     model = {k: replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}
-    refuse_dtypes(model)
+    refuse_unsupported_dtypes(model)
     tensors: dict[str, TensorEntry] = {}
     files = [draft_shard(ADAPTER, 0, list(model), model, tensors)]
     if config is None:
         assert own.lora_alpha is not None
-        made = lora.make_config(
+        made = lora.make_adapter_config(
             {k: t.shape for k, t in stored.items()},
             lora_alpha=own.lora_alpha,
             rslora=own.rslora,
             base_model=own.base_model,
         )
-        extra = {_ADAPTER_CONFIG: lora.encode_config(made)}
+        extra = {_ADAPTER_CONFIG: lora.encode_adapter_config(made)}
         notes.append(
             f"made adapter_config.json: r {made['r']}, lora_alpha {made['lora_alpha']}, {len(made['target_modules'])} "
             "target modules, and otherwise PEFT's defaults (no dropout, no trained biases of the base model)"
@@ -110,12 +114,12 @@ def write_adapter(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
     return Draft(out, {n: ckpt.tensors[n] for n in tensors}, files, notes=notes)
 
 
-def refuse_adapter(ckpt: Checkpoint, notes: list[str]) -> None:
-    """Refuse an adapter alone, which from_pretrained would take for a model whose weights are all missing. A model with
-    an adapter inside is only noted.
+def refuse_adapter_alone(ckpt: Checkpoint, notes: list[str]) -> None:
+    """Raise if the checkpoint holds an adapter alone, which from_pretrained would take for a model without its weights.
+    A model with an adapter inside is only added to `notes`.
 
     Raises:
-        Unsupported: with the commands that write it, or merge it.
+        Unsupported: with the commands that extract the adapter, or merge it.
     """
     found = lora.find_lora(ckpt)
     if found is not None and not found.alone:

@@ -26,13 +26,13 @@ from ckpttool import bounded_json
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.formats import safetensors_header
 from ckpttool.formats.pickles import Global, Opaque
-from ckpttool.formats.subclasses import placeholder
+from ckpttool.formats.subclasses import make_placeholder
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import TensorEntry
 from ckpttool.index.composites import Composite, class_label
 from ckpttool.storage.source import Source
 
-__all__ = ["flat_names", "metadata", "put_together"]
+__all__ = ["assemble_quantised_weights", "metadata", "name_inner_tensors"]
 
 _NAMES = "tensor_names"
 _QUANT, _MX = "torchao.quantization.", "torchao.prototype.mx_formats."
@@ -120,7 +120,7 @@ _DATACLASSES = {
 }
 
 
-def _flat_name(name: str, inside: str) -> str:
+def _to_flat_name(name: str, inside: str) -> str:
     """Return the name in the file of the tensor `inside` ("qdata", "scale", ...) of the weight `name`: "a.b.weight" has
     "a.b._weight_qdata"."""
     module, dot, last = name.rpartition(".")
@@ -130,7 +130,7 @@ def _flat_name(name: str, inside: str) -> str:
 # --------------------------------------------------------------------------------------------------------- writing
 
 
-def flat_names(name: str, found: Composite) -> dict[str, TensorEntry]:
+def name_inner_tensors(name: str, found: Composite) -> dict[str, TensorEntry]:
     """Return {name in the file: tensor} of the tensors inside a quantised weight.
 
     Raises:
@@ -142,15 +142,15 @@ def flat_names(name: str, found: Composite) -> dict[str, TensorEntry]:
             f"{', '.join(_CLASSES)} in modules. dcp and full carry it as it is.",
             code="CKPT0319",
         )
-    return {_flat_name(name, inside): t for inside, t in found.tensors.items()}
+    return {_to_flat_name(name, inside): t for inside, t in found.tensors.items()}
 
 
 def metadata(objects: Mapping[str, Composite], names: Iterable[str]) -> dict[str, str]:
-    """Return the entries of `__metadata__` of the files; empty where there are no quantised weights.
+    """Return the entries of `__metadata__` that describe quantised weights; empty if there are none.
 
     Args:
         objects: {name in memory: quantised weight}.
-        names: those of all weights, in memory.
+        names: names of all weights, in memory.
 
     Raises:
         Unsupported: an attribute is of a class that is not known.
@@ -158,12 +158,12 @@ def metadata(objects: Mapping[str, Composite], names: Iterable[str]) -> dict[str
     if not objects:
         return {}
     listed = list(names)
-    out = {n: json.dumps(_describe(n, objects[n]) if n in objects else {"_type": "Tensor"}) for n in listed}
+    out = {n: json.dumps(_describe_weight(n, objects[n]) if n in objects else {"_type": "Tensor"}) for n in listed}
     return {**out, _NAMES: json.dumps(listed)}
 
 
-def _describe(name: str, found: Composite) -> dict[str, Any]:
-    """Return what torchao's __metadata__ says of a quantised weight.
+def _describe_weight(name: str, found: Composite) -> dict[str, Any]:
+    """Return the entry of torchao's `__metadata__` for a quantised weight: {"_type", "_data", "_tensor_data_names"}.
 
     Raises:
         Unsupported: it is of another version of torchao, or has an attribute that is not known.
@@ -176,11 +176,11 @@ def _describe(name: str, found: Composite) -> dict[str, Any]:
             f'"{name}" is a {class_label(found.about)} of another version of torchao: {", ".join(given)}.',
             code="CKPT0329",
         )
-    data = {k: _encode(given[k], name) for k in kind.data}
+    data = {k: _encode_attribute(given[k], name) for k in kind.data}
     return {"_type": found.about["class"][1], "_data": data, "_tensor_data_names": inside}
 
 
-def _encode(x: Any, name: str) -> Any:
+def _encode_attribute(x: Any, name: str) -> Any:
     """Return an attribute as torchao encodes it in JSON. `name` is that of the weight, for the message.
 
     Raises:
@@ -195,9 +195,9 @@ def _encode(x: Any, name: str) -> Any:
             "_data": str(x.args[0]).upper() if members is None else members[int(x.args[0]) - 1],
         }
     if isinstance(x, Opaque) and x.cls.name in _DATACLASSES and not x.call and isinstance(x.state, dict):
-        return {"_type": x.cls.name, "_data": {k: _encode(v, name) for k, v in x.state.items()}}
+        return {"_type": x.cls.name, "_data": {k: _encode_attribute(v, name) for k, v in x.state.items()}}
     if isinstance(x, (list, tuple)) and not isinstance(x, Global):
-        return [_encode(v, name) for v in x]
+        return [_encode_attribute(v, name) for v in x]
     if x is None or isinstance(x, (bool, int, float, str)):
         return x
     raise Unsupported(
@@ -209,16 +209,16 @@ def _encode(x: Any, name: str) -> Any:
 # --------------------------------------------------------------------------------------------------------- reading
 
 
-def put_together(
+def assemble_quantised_weights(
     source: Source, files: list[str], tensors: dict[str, TensorEntry], notes: list[str]
 ) -> dict[str, Composite]:
-    """Return {name in memory: quantised weight} of what `__metadata__` says.
+    """Return {name in memory: quantised weight}, assembled from the tensors by `__metadata__`; empty if there are none.
 
     Args:
         source: the folder.
-        files: its files; the first one's `__metadata__` counts.
-        tensors: {name in the file: tensor}; those inside quantised weights are taken out.
-        notes: gets one on weights of classes that are not known, which stay as they are.
+        files: its files; the `__metadata__` of the first one is read.
+        tensors: {name in the file: tensor}; the tensors inside quantised weights are removed from it.
+        notes: gets the weights of unknown classes, whose tensors are left as they are.
 
     Raises:
         Corrupt: a tensor that the metadata names is not there, or it describes a weight as torchao does not.
@@ -227,11 +227,11 @@ def put_together(
         return {}
     meta = safetensors_header.read_header(source, files[0])[1]
     what = f"{source.root}/{files[0]}: __metadata__"
-    names = _parse(meta.get(_NAMES, "[]"), what)
+    names = _parse_entry(meta.get(_NAMES, "[]"), what)
     out: dict[str, Composite] = {}
     unknown = []
     for name in names if isinstance(names, list) else ():
-        row = _parse(meta[name], what) if isinstance(name, str) and name in meta else None
+        row = _parse_entry(meta[name], what) if isinstance(name, str) and name in meta else None
         if not isinstance(row, dict) or row.get("_type") in (None, "Tensor"):
             continue
         inside = row.get("_tensor_data_names")
@@ -239,9 +239,10 @@ def put_together(
         if kind is None or not isinstance(row.get("_data"), dict) or not isinstance(inside, list):
             unknown.append(str(row["_type"]))
             continue
-        if gone := [n for n in inside if _flat_name(name, str(n)) not in tensors]:
+        if gone := [n for n in inside if _to_flat_name(name, str(n)) not in tensors]:
             raise Corrupt(
-                f'{source.root}: "{_flat_name(name, str(gone[0]))}" is missing, a part of the {row["_type"]} "{name}". '
+                f'{source.root}: "{_to_flat_name(name, str(gone[0]))}" is missing, a part of the {row["_type"]} '
+                f'"{name}". '
                 "Fetch the files again.",
                 code="CKPT0419",
             )
@@ -250,7 +251,7 @@ def put_together(
             str(row["_type"]),
             kind,
             row["_data"],
-            {str(n): tensors.pop(_flat_name(name, str(n))) for n in inside},
+            {str(n): tensors.pop(_to_flat_name(name, str(n))) for n in inside},
             what,
         )
     if unknown:
@@ -261,8 +262,8 @@ def put_together(
     return out
 
 
-def _parse(text: str, what: str) -> Any:
-    """Parse an entry of `__metadata__`, which is JSON; `what` names it in messages."""
+def _parse_entry(text: str, what: str) -> Any:
+    """Parse the JSON of an entry of `__metadata__`; `what` names it in messages."""
     return bounded_json.parse(text.encode("utf-8", "surrogatepass"), what)
 
 
@@ -283,12 +284,12 @@ def _make_composite(
         Corrupt: they do not fit the class.
     """
     try:
-        given = {k: _decode(v) for k, v in data.items()}
+        given = {k: _decode_attribute(v) for k, v in data.items()}
         dtype = given.get("dtype") or given["orig_dtype"]
         qdata = inside["qdata"]
         packed = cls == "NVFP4Tensor" or (cls == "MXTensor" and given["elem_dtype"].name == "float4_e2m1fn_x2")
         shape = [*qdata.shape[:-1], qdata.shape[-1] * 2] if packed else list(qdata.shape)
-        state = {k: placeholder(k) if k in inside else given.get(k) for k in kind.state}
+        state = {k: make_placeholder(k) if k in inside else given.get(k) for k in kind.state}
         ordered = {k: inside[k] for k in kind.state if k in inside}
         about: dict[str, Any] = {
             "class": Global(kind.module, cls),
@@ -307,14 +308,14 @@ def _make_composite(
     return Composite(("model", name), about, {k: replace(t, path=("model", name, k)) for k, t in ordered.items()})
 
 
-def _decode(x: Any) -> Any:
+def _decode_attribute(x: Any) -> Any:
     """Return an attribute that torchao encoded in JSON.
 
     Raises:
         KeyError, ValueError, AttributeError, TypeError: torchao does not encode anything like that.
     """
     if isinstance(x, list):
-        return [_decode(v) for v in x]
+        return [_decode_attribute(v) for v in x]
     if not isinstance(x, dict):
         return x
     cls, data = x["_type"], x["_data"]
@@ -324,5 +325,5 @@ def _decode(x: Any) -> Any:
         module, members = _ENUMS[cls]
         return Opaque(Global(module, cls), (data.lower() if members is None else members.index(data) + 1,), call=True)
     out = Opaque(Global(_DATACLASSES[cls], cls), ())
-    out.state = {k: _decode(v) for k, v in data.items()}
+    out.state = {k: _decode_attribute(v) for k, v in data.items()}
     return out

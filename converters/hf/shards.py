@@ -9,7 +9,7 @@ from ckpttool.formats import safetensors_header
 from ckpttool.index.checkpoint import Chunks, TensorEntry
 from ckpttool.index.draft import DraftFile
 
-__all__ = ["ADAPTER", "INDEX", "SALVAGE", "WHOLE", "draft_shard", "refuse_dtypes", "split_shards"]
+__all__ = ["ADAPTER", "INDEX", "SALVAGE", "WHOLE", "draft_shard", "refuse_unsupported_dtypes", "split_shards"]
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
@@ -27,18 +27,18 @@ def draft_shard(
     tensors: dict[str, TensorEntry],
     metadata: Mapping[str, str] | None = None,
 ) -> DraftFile:
-    """Draft one file of weights.
+    """Draft one safetensors file of weights.
 
     Args:
         file: its name.
         i: its number among the files of the destination.
-        names: the weights in it; they are sorted as safetensors does.
+        names: names of the weights in it; sorted in place, as safetensors sorts them.
         model: {name: weight, with the dtype to write}.
         tensors: gets {name with "model.": weight with its place in the file}.
         metadata: entries of `__metadata__` besides "format"; None for none.
     """
     names.sort(key=lambda k: safetensors_header.sort_key(k, model[k].dtype))
-    head = safetensors_header.header(
+    head = safetensors_header.encode_header(
         [(k, model[k].dtype, model[k].shape) for k in names], {"format": "pt", **(metadata or {})}
     )
     at = len(head)
@@ -49,8 +49,8 @@ def draft_shard(
     return DraftFile(file, at, head)
 
 
-def refuse_dtypes(model: dict[str, TensorEntry]) -> None:
-    """Refuse weights of a dtype that safetensors does not have.
+def refuse_unsupported_dtypes(model: dict[str, TensorEntry]) -> None:
+    """Raise if a weight has a dtype that safetensors cannot store.
 
     Raises:
         Unsupported: with the first of them.
@@ -69,8 +69,9 @@ def split_shards(model: dict[str, TensorEntry], most: int, together: dict[str, s
 
     Args:
         model: {name: weight}.
-        most: bytes of a shard.
-        together: {name: first one of those that share a storage when transformers saves them}; these stay in one shard.
+        most: maximal bytes of a shard.
+        together: {name: name of the first of the weights with which it shares a storage when transformers saves them};
+            these stay in one shard.
 
     Returns:
         The names in each shard.

@@ -46,10 +46,10 @@ from ckpttool.index.checkpoint import (
     same_bytes,
 )
 from ckpttool.index.draft import DraftFile
-from ckpttool.index.names import find_misplaced_path, own_tree_is_readable, refuse_surrogates
+from ckpttool.index.names import find_misplaced_path, is_trainer_tree_readable, refuse_surrogates
 from ckpttool.storage.source import Source
 
-__all__ = ["FOLDER", "INDEX", "INDEX_VERSION", "SavedState", "draft", "merge_weights", "read"]
+__all__ = ["FOLDER", "INDEX", "INDEX_VERSION", "SavedState", "draft", "read", "restore_saved_weights"]
 
 FOLDER = "training_state"
 INDEX = f"{FOLDER}/index.json"
@@ -61,7 +61,8 @@ _KEYS = ("version", "source", "files", "origin", "weights", "tied", "tensors", "
 
 
 class SavedState(NamedTuple):
-    """What lies in the folder. `files` are the shards and the index, by their names in the folder of the checkpoint."""
+    """The content of the folder. `files` are the shards and the index, by their names in the folder of the
+    checkpoint."""
 
     tensors: dict[str, TensorEntry]
     values: dict[str, Value]
@@ -84,10 +85,10 @@ def draft(
 
     Args:
         ckpt: what is written, all of it.
-        tensors: those of it that are no weights, with the dtypes to write.
-        groups: their names by shard.
+        tensors: its tensors besides weights, {name: tensor with the dtype to write}.
+        groups: names of the tensors in each shard; sorted in place.
         first: number of the first shard among the files of the destination.
-        tied: {FQN of a weight without bytes of its own: the one that has them}.
+        tied: {FQN of a weight without bytes of its own: FQN of the weight that has them}.
 
     Returns:
         ({name: tensor of the destination, with its place}, the shards that hold them, the records (values.json and
@@ -102,9 +103,9 @@ def draft(
     out: dict[str, TensorEntry] = {}
     shards: list[DraftFile] = []
     for i, group in enumerate(groups):
-        group.sort(key=lambda k: safetensors_header.sort_key(k, _header_type(tensors[k].dtype, tensors[k].shape)[0]))
-        head = safetensors_header.header(
-            [(k, *_header_type(tensors[k].dtype, tensors[k].shape)) for k in group], {"format": "pt"}
+        group.sort(key=lambda k: safetensors_header.sort_key(k, _to_header_type(tensors[k].dtype, tensors[k].shape)[0]))
+        head = safetensors_header.encode_header(
+            [(k, *_to_header_type(tensors[k].dtype, tensors[k].shape)) for k in group], {"format": "pt"}
         )
         at = len(head)
         for k in group:
@@ -143,9 +144,9 @@ def draft(
     return out, shards, [DraftFile(f"{FOLDER}/{_VALUES}", len(held), held), DraftFile(INDEX, len(text), text)]
 
 
-def _header_type(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """Return (dtype, shape) that the safetensors header gives a tensor: its own, or those of bytes where safetensors
-    has no such dtype."""
+def _to_header_type(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Return the (dtype, shape) of a tensor in the safetensors header: its own, or those of its bytes if safetensors
+    does not have the dtype."""
     if dtype in safetensors_header.CODES:
         return dtype, shape
     return "uint8", (prod(shape) * ITEMSIZE[dtype],)
@@ -155,8 +156,11 @@ def _header_type(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ..
 
 
 def read(source: Source, first: int) -> SavedState:
-    """Read the training state of an hf folder, of headers and records only. Its shards are the checkpoint's files from
-    number `first` on.
+    """Read the training state of an hf folder; of shards, only headers are read.
+
+    Args:
+        source: the folder of the checkpoint.
+        first: number of the first shard among the checkpoint's files.
 
     Raises:
         Corrupt, Unsafe: it is incomplete, damaged, or contradicts itself.
@@ -169,7 +173,7 @@ def read(source: Source, first: int) -> SavedState:
             "remove it to read the weights alone.",
             code="CKPT0401",
         )
-    index, what = _read_record(source)
+    index, what = _read_index_record(source)
     files = _check_files(index["files"], there, source, what)
     tensors = _read_tensors(index["tensors"], files, source, first, what)
     held = _read_values(index, source)
@@ -193,7 +197,7 @@ def read(source: Source, first: int) -> SavedState:
     )
 
 
-def _read_record(source: Source) -> tuple[dict[str, Any], str]:
+def _read_index_record(source: Source) -> tuple[dict[str, Any], str]:
     """Return (index.json, what it is called in messages).
 
     Raises:
@@ -214,14 +218,14 @@ def _read_record(source: Source) -> tuple[dict[str, Any], str]:
 
 
 def _parse_weights(index: dict[str, Any], what: str) -> tuple[list[str], dict[str, str]]:
-    """Return (FQNs of the weights, {FQN of one without bytes of its own: the one whose bytes it has}) of index.json,
-    which `what` names in messages.
+    """Return (FQNs of the weights, {FQN of a tied weight: FQN of the weight whose bytes it has}) from index.json.
+    `what` is the name of that file in messages.
 
     Raises:
         Corrupt: they are no such lists, or contradict each other.
     """
     weights, tied = index["weights"], index["tied"]
-    if not _are_texts(weights) or len(set(weights)) != len(weights):
+    if not _is_text_list(weights) or len(set(weights)) != len(weights):
         raise Corrupt(f"{what}: weights are not names, or one is there twice.", code="CKPT0406")
     own = {*weights} - {*tied} if isinstance(tied, dict) else None
     if own is None or len(own) != len(weights) - len(tied) or not {*map(str, tied.values())} <= own:
@@ -229,7 +233,7 @@ def _parse_weights(index: dict[str, Any], what: str) -> tuple[list[str], dict[st
     return weights, tied
 
 
-def _are_texts(x: Any) -> bool:
+def _is_text_list(x: Any) -> bool:
     """Return whether a value is a list of strings."""
     return isinstance(x, list) and all(type(k) is str for k in x)
 
@@ -257,10 +261,10 @@ def _parse_origin(rows: Any, what: str) -> dict[Path, Path]:
 
 
 def _check_files(said: Any, there: list[str], source: Source, what: str) -> list[str]:
-    """Return the shards that index.json names, each of which is there and as long as it says, and no others are there.
+    """Check the files in the folder against index.json, and return the names of the shards.
 
     Args:
-        said: {file: its bytes} as index.json has it.
+        said: {file: {"bytes": size, ...}} as index.json has it.
         there: names of the files in the folder.
         source: the checkpoint.
         what: name of index.json in messages.
@@ -311,7 +315,7 @@ def _read_tensors(rows: Any, files: list[str], source: Source, first: int, what:
     found: dict[str, tuple[int, safetensors_header.Slot]] = {}
     safetensors_header.prefetch_headers(source, [f"{FOLDER}/{file}" for file in files])
     for i, file in enumerate(files):
-        for name, slot in safetensors_header.slots(source, f"{FOLDER}/{file}").items():
+        for name, slot in safetensors_header.read_slots(source, f"{FOLDER}/{file}").items():
             if name in found:
                 raise Corrupt(
                     f'"{name}" is in {files[found[name][0]]} and in {file} of {source.root}/{FOLDER}.', code="CKPT0411"
@@ -335,7 +339,7 @@ def _read_tensors(rows: Any, files: list[str], source: Source, first: int, what:
             raise Corrupt(f'{what}: "{name}" is a weight; those lie beside {FOLDER}, not in it.', code="CKPT0406")
         if not isinstance(shape, list) or not all(type(k) is int and 0 <= k <= MAX_NUMEL for k in shape):
             raise Corrupt(f'{what}: "{name}" has shape {str(shape)[:80]}.', code="CKPT0406")
-        if (slot.dtype, slot.shape) != _header_type(dtype, tuple(shape)):
+        if (slot.dtype, slot.shape) != _to_header_type(dtype, tuple(shape)):
             raise Corrupt(
                 f'{what} says "{name}" is {dtype} {shape}; it is {slot.dtype} {list(slot.shape)} in {files[i]}. They '
                 "are not from one save.",
@@ -360,19 +364,19 @@ def _read_values(index: dict[str, Any], source: Source) -> dict[str, Value]:
         raise Corrupt(f"{what} was altered after it was written; take another copy.", code="CKPT0405")
     found = values.decode(data, what)
     order = index["values"]
-    if not _are_texts(order) or sorted(order) != sorted(found):
+    if not _is_text_list(order) or sorted(order) != sorted(found):
         raise Corrupt(f"{what} holds other values than index.json lists; they are not from one save.", code="CKPT0409")
     return {n: found[n] for n in order}
 
 
-def merge_weights(ckpt: Checkpoint, source: Source) -> Checkpoint:
-    """Return the checkpoint with the weights under their names in memory, as the one that was written: in its order,
-    tied ones under both names, and with the user's own keys.
+def restore_saved_weights(ckpt: Checkpoint, source: Source) -> Checkpoint:
+    """Return the checkpoint with its weights as they were when it was written: in that order, under their names in
+    memory, tied ones under both names, and with the keys of the user's own tree.
 
     Raises:
         Corrupt: the weights are not those that the training state was written with, or its index is damaged.
     """
-    index, what = _read_record(source)
+    index, what = _read_index_record(source)
     weights, tied = _parse_weights(index, what)
     model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
     rest = {n: t for n, t in ckpt.tensors.items() if t.path[0] != "model"}
@@ -393,6 +397,6 @@ def merge_weights(ckpt: Checkpoint, source: Source) -> Checkpoint:
         model = listed
     out = replace(ckpt, tensors={**{joined(t.path): t for t in model.values()}, **rest})
     out.origin = _parse_origin(index["origin"], what)
-    if not own_tree_is_readable(out):
+    if not is_trainer_tree_readable(out):
         out.origin = {}
     return out

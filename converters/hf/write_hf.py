@@ -13,7 +13,7 @@ from ckpttool.errors import MissingPackage, Unsupported, UsageError, argument
 from ckpttool.huggingface import adapters, encodings, hub_names, lora, model_files
 from ckpttool.huggingface.split_experts import split_experts
 from ckpttool.index.checkpoint import Checkpoint, TensorEntry, Value, joined, tied_weights
-from ckpttool.index.composites import MARK, Composite, class_label, composites
+from ckpttool.index.composites import MARK, Composite, class_label, find_composites
 from ckpttool.index.draft import Draft, DraftFile, Dropped
 from ckpttool.index.fqns import remove_prefix
 from ckpttool.index.names import describe_weights_elsewhere
@@ -22,10 +22,10 @@ from ckpttool.storage.source import Source
 
 from ..options import HfOptions
 from . import training_state
-from .memory_names import cut_for_hub, needs_transformers, ties
-from .peft_folder import adapter_config, base_relation, refuse_adapter, write_adapter
-from .quantised_weights import flat_names, metadata
-from .shards import INDEX, SALVAGE, WHOLE, draft_shard, refuse_dtypes, split_shards
+from .memory_names import cut_into_hub_tensors, needs_transformers, ties
+from .peft_folder import find_adapter_config, read_base_relation, refuse_adapter_alone, write_adapter
+from .quantised_weights import metadata, name_inner_tensors
+from .shards import INDEX, SALVAGE, WHOLE, draft_shard, refuse_unsupported_dtypes, split_shards
 
 __all__ = ["prepare", "write", "write_file"]
 
@@ -44,8 +44,8 @@ _NOT_QUANTISED = {
 def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
     """Return the checkpoint with the weights named as they will be written.
 
-    They lose the prefix `strip_prefix`, or, where it was not given, one that all weights have and the model of the
-    config has not. With `adapter`, only the adapter is kept, under PEFT's names.
+    The prefix `strip_prefix` is removed from their names. If it was not given, a prefix of all weights that the model
+    of the config does not have is removed. With `adapter`, only the adapter is kept, under PEFT's names.
 
     Raises:
         UsageError: no weight has the prefix. Unsupported: ckpttool finds no adapter.
@@ -53,7 +53,7 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
     own = options.of(HfOptions)
     if own.strip_prefix is not None:
         ckpt = remove_prefix(ckpt, own.strip_prefix)
-    elif not own.adapter and (prefix := _prefix_of_all(ckpt, source, options)) is not None:
+    elif not own.adapter and (prefix := _find_common_prefix(ckpt, source, options)) is not None:
         ckpt = remove_prefix(ckpt, prefix)
         note = (
             f'"{prefix}" was left out of the names of all weights: without it they are those of the model of '
@@ -61,18 +61,18 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
         )
         ckpt.notes = [*ckpt.notes, note]
     if options.quantize is not None:
-        return _named_as_on_hub(ckpt, source, options)
+        return _with_hub_names(ckpt, source, options)
     if own.adapter:
         seen = lora.find_lora(ckpt)
-        config = adapter_config(source, options, [], one_of_several=seen is not None and len(seen.names) > 1)
+        config = find_adapter_config(source, options, [], one_of_several=seen is not None and len(seen.names) > 1)
         found = {"peft_type": "LORA"} if config is None else config[0]
         ckpt = adapters.keep_adapter_only(ckpt, found, own.adapter_name)
         if own.split_experts:
-            ckpt = split_experts(ckpt, found, base_relation(source, options))
+            ckpt = split_experts(ckpt, found, read_base_relation(source, options))
     return ckpt
 
 
-def _named_as_on_hub(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
+def _with_hub_names(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
     """Return the checkpoint with the weights that the Hub has, which are quantised one by one: experts that are one
     parameter in memory are views of it.
 
@@ -91,41 +91,42 @@ def _named_as_on_hub(ckpt: Checkpoint, source: Source, options: WriteOptions) ->
     model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
     if config is None or encodings.find_in_tensors(model) or not needs_transformers(config, model):
         return ckpt
-    relation = _ask_transformers(config, model, [], needed=True)
+    relation = _ask_for_verdict(config, model, [], needed=True)
     if relation is None:
         return ckpt
-    views = {k: replace(t, path=("model", k)) for k, t in cut_for_hub(model, relation).items()}
+    views = {k: replace(t, path=("model", k)) for k, t in cut_into_hub_tensors(model, relation).items()}
     tied = {k: model[k] for k in relation.tied if k in model and k not in views}
     rest = {n: t for n, t in ckpt.tensors.items() if t.path[0] != "model"}
     return replace(ckpt, tensors={"model." + k: t for k, t in (views | tied).items()} | rest)
 
 
-def _prefix_of_all(ckpt: Checkpoint, source: Source, options: WriteOptions) -> str | None:
-    """Return a prefix that all weights have ("net."), if all are right for the model of the config without it, and are
-    not with it; None where there is none."""
+def _find_common_prefix(ckpt: Checkpoint, source: Source, options: WriteOptions) -> str | None:
+    """Return a prefix of all weights ("net.") without which they are those of the model of the config, if they are not
+    with it; None otherwise."""
     model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
     if options.of(HfOptions).allow_name_mismatch or len({name.partition(".")[0] for name in model}) != 1:
         return None
     config = model_files.find_model_files(source, options.config, [])[0]
-    relation = None if config is None else _ask_transformers(config, model, [])
+    relation = None if config is None else _ask_for_verdict(config, model, [])
     strip = relation.verdict.strip if relation and relation.verdict and not relation.verdict.good else None
     return strip if strip and all(name.startswith(strip) for name in model) else None
 
 
-def _config_files(
+def _find_config_files(
     ckpt: Checkpoint, source: Source, options: WriteOptions, notes: list[str]
 ) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
-    """Return (config.json or None, {name: bytes} of files to copy) of the model, untied where that was asked for.
+    """Return (config.json or None, {name: bytes} of files to copy) of the model, adapted to what is written:
+    dequantised, quantised, of another vocabulary size, or untied.
 
     After a merge they are as PEFT leaves them: without adapter_config.json, at which from_pretrained would look for the
     adapter again.
 
     Raises:
-        Unsupported: it was asked to untie, and there is no config.json.
+        Unsupported: the weights are to be untied, and there is no config.json.
     """
     said: list[str] = []
     config, files, where = model_files.find_model_files(source, options.config, said)
-    if where == ".." and config is not None and (why := _contradiction(ckpt, config, options)) is not None:
+    if where == ".." and config is not None and (why := _explain_mismatch(ckpt, config, options)) is not None:
         said = [
             f"config.json in '..' is of another model and was not taken: {why}; give {argument('config')} the config "
             "of this very model"
@@ -148,14 +149,14 @@ def _config_files(
 def _without_quantization(
     ckpt: Checkpoint, config: dict[str, Any], files: dict[str, bytes], notes: list[str]
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return (config, files to copy) that say of no dequantised weight that it is codes; `notes` gets what they lose.
-    `files` are those so far, {name: bytes}.
+    """Return (config, {name: bytes} of files to copy) in which no dequantised weight is declared quantised. `notes`
+    gets what was removed or listed.
 
     Raises:
-        Unsupported: some weights are codes still, and their config has no list of modules that are not.
+        Unsupported: some weights are still codes, and their config has no list of modules that are not.
     """
     stated = config.get("quantization_config")
-    objects = [n for n, c in composites(ckpt).items() if c.path[0] == "model"]
+    objects = [n for n, c in find_composites(ckpt).items() if c.path[0] == "model"]
     left = [*encodings.find_in_checkpoint(ckpt, stated).weights, *objects]
     if not left:
         gone = [n for n in sorted(encodings.OWN_CONFIGS) if files.pop(n, None) is not None]
@@ -182,12 +183,12 @@ def _without_quantization(
     return config, {**files, "config.json": (json.dumps(config, indent=2) + "\n").encode()}
 
 
-def _contradiction(ckpt: Checkpoint, config: dict[str, Any], options: WriteOptions) -> str | None:
-    """Return a text on why the weights are not those of the model of a config; None where they are, or nobody can tell.
+def _explain_mismatch(ckpt: Checkpoint, config: dict[str, Any], options: WriteOptions) -> str | None:
+    """Return why the weights are not those of the model of a config; None if they are, or if this cannot be told.
     `options` is not used."""
-    objects = {joined(c.path[1:]): c for c in composites(ckpt).values() if c.path[0] == "model"}
+    objects = {joined(c.path[1:]): c for c in find_composites(ckpt).values() if c.path[0] == "model"}
     model = _as_dense_tensors(ckpt, objects)
-    relation = _ask_transformers(config, model, [])
+    relation = _ask_for_verdict(config, model, [])
     if relation is not None and relation.verdict is not None:
         return None if relation.verdict.good else _describe_differences(model, relation.verdict)
     return hub_names.find_contradiction(config, {n: t.shape for n, t in model.items()})
@@ -205,11 +206,11 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         return write_adapter(ckpt, source, options)
     notes: list[str] = []
     if not own.include_optimizer:
-        refuse_adapter(ckpt, notes)
-    config, extra = _config_files(ckpt, source, options, notes)
-    weights = _weights_to_write(ckpt, source, options, config, notes)
+        refuse_adapter_alone(ckpt, notes)
+    config, extra = _find_config_files(ckpt, source, options, notes)
+    weights = _collect_weights(ckpt, source, options, config, notes)
     if config is not None and not own.allow_name_mismatch:
-        _refuse_unstated(weights.shown, config, extra)
+        _refuse_undeclared_codes(weights.shown, config, extra)
     model, rest, tied = weights.model, weights.rest, weights.tied
     groups = split_shards(model, own.max_shard_bytes, weights.together)
     n = len(groups)
@@ -227,7 +228,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         draft_files += shards
         dropped = []
     for name, data in extra.items():
-        data = _with_dtype(name, data, weights.shown)
+        data = _with_config_dtype(name, data, weights.shown)
         draft_files.append(DraftFile(name, len(data), data))
     draft_files += records
     if n > 1:
@@ -257,7 +258,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 def _untie_config(
     config: dict[str, Any] | None, extra: dict[str, bytes]
 ) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
-    """Return (config, files to copy) of a model that ties no weights; `extra` are the files so far, {name: bytes}.
+    """Return (config, {name: bytes} of files to copy) of a model without tied weights. `extra` are the files before the
+    change.
 
     Raises:
         Unsupported: there is no config.json.
@@ -274,8 +276,8 @@ def _untie_config(
 def _with_config_value(
     config: dict[str, Any], extra: dict[str, bytes], key: str, value: Any
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return (config, files to copy) with another value under `key`: in the config of the text model, if that has the
-    key. `extra` are the files so far, {name: bytes}; config.json among them is made anew."""
+    """Return (config, {name: bytes} of files to copy) with another value under `key`. If the config of the text model
+    has the key, it is changed there. `extra` are the files before the change."""
     text = config.get("text_config")
     inside = isinstance(text, dict) and key in text
     if inside:
@@ -286,10 +288,10 @@ def _with_config_value(
 
 
 def write_file(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """Draft one file with all weights, whatever its size. A config decides the names, and is not in it.
+    """Draft one safetensors file with all weights, of any size. config.json decides the names, but is not written.
 
     Raises:
-        UsageError: an option asks for what lies beside the weights, or for several files.
+        UsageError: an option needs files besides the weights, or several files of weights.
         Unsupported: there are no weights, config.json ties tensors whose bytes differ, or its model has other tensors.
         MissingPackage: transformers is needed for the names of this model on the Hub.
     """
@@ -309,7 +311,7 @@ def write_file(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft
             code="CKPT0211",
         )
     notes: list[str] = []
-    config, extra = _config_files(ckpt, source, options, [])
+    config, extra = _find_config_files(ckpt, source, options, [])
     if config is None:
         notes.append(
             "no config.json next to the source: names are written as they are in memory, and tied weights twice unless "
@@ -320,7 +322,7 @@ def write_file(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft
             f"the file holds the weights alone, named as config.json says; from_pretrained loads a folder, with "
             f"{', '.join(list(extra)[:3])}{', ...' if len(extra) > 3 else ''} in it"
         )
-    weights = _weights_to_write(ckpt, source, options, config, notes)
+    weights = _collect_weights(ckpt, source, options, config, notes)
     tensors: dict[str, TensorEntry] = {}
     kept = [n for n, t in ckpt.tensors.items() if t.path[0] == "model"]
     states = ckpt.salvage.states(kept) if ckpt.salvage is not None else {}
@@ -356,18 +358,24 @@ class _Weights(NamedTuple):
     marks: dict[str, Value]  # what the quantised weights are: values that `metadata` holds
 
 
-def _weights_to_write(
+def _collect_weights(
     ckpt: Checkpoint, source: Source, options: WriteOptions, config: dict[str, Any] | None, notes: list[str]
 ) -> _Weights:
-    """Return the tensors that save_pretrained would write, and what becomes of the others. `config` is config.json,
-    None where there is none; `notes` gets what the user should know.
+    """Return the tensors that save_pretrained would write, and the list of what is dropped.
+
+    Args:
+        ckpt: what is written.
+        source: where its bytes are.
+        options: those of the conversion.
+        config: config.json, or None.
+        notes: gets notes for the user.
 
     Raises:
         Unsupported: there are no weights, config.json ties tensors whose bytes differ, or its model has other tensors;
             or quantised weights cannot be written with these options.
         MissingPackage: transformers is needed for the names of this model on the Hub.
     """
-    objects = {joined(c.path[1:]): c for c in composites(ckpt).values() if c.path[0] == "model"}
+    objects = {joined(c.path[1:]): c for c in find_composites(ckpt).values() if c.path[0] == "model"}
     model = _as_dense_tensors(ckpt, objects)
     if not model:
         raise Unsupported(
@@ -387,25 +395,23 @@ def _weights_to_write(
     dropped += [Dropped(n, 0, "hf holds weights only") for n in ckpt.values if n not in marks]
     relation = None if config is None else _check_names(ckpt, config, model, options, notes)
     untie = options.of(HfOptions).untie
-    stored, tied, together = _hub_tensors(ckpt, model, config, relation, source, notes, untie)
-    hub = _hub_names(relation)
+    stored, tied, together = _select_hub_tensors(ckpt, model, config, relation, source, notes, untie)
+    hub = _map_to_hub_names(relation)
     aliases = {
         n: "model." + hub.get(kept.removeprefix("model."), kept.removeprefix("model.")) for n, kept in tied.items()
     }
     known = ties(config, model, relation).items()
     added = [f"model.{n}" for n, kept in known if n not in model and hub.get(kept, kept) in stored]
     shown = {k: t if k in objects else replace(t, dtype=options.cast("model." + k, t.dtype)) for k, t in stored.items()}
-    stored, model = _take_apart_objects(stored, shown, objects, relation, notes, config)
-    refuse_dtypes(model)
+    stored, model = _split_quantised_weights(stored, shown, objects, relation, notes, config)
+    refuse_unsupported_dtypes(model)
     listed = {n: c for n, c in objects.items() if n in shown}
     return _Weights(stored, model, rest, tied, aliases, together, added, dropped, shown, metadata(listed, shown), marks)
 
 
 def _as_dense_tensors(ckpt: Checkpoint, objects: dict[str, Composite]) -> dict[str, TensorEntry]:
-    """Return {name: weight}; a quantised one as the tensor that it shows, at the bytes of the first tensor inside.
-
-    `objects` are the quantised weights, {name: weight}.
-    """
+    """Return {name: weight}. A quantised weight is represented by a tensor with its outer dtype and shape, at the bytes
+    of its first inner tensor. `objects` are {name: quantised weight}."""
     of = {joined(t.path): n for n, c in objects.items() for t in c.tensors.values()}
     out: dict[str, TensorEntry] = {}
     for full, t in ckpt.tensors.items():
@@ -419,7 +425,7 @@ def _as_dense_tensors(ckpt: Checkpoint, objects: dict[str, Composite]) -> dict[s
     return out
 
 
-def _take_apart_objects(
+def _split_quantised_weights(
     stored: dict[str, TensorEntry],
     shown: dict[str, TensorEntry],
     objects: dict[str, Composite],
@@ -427,15 +433,15 @@ def _take_apart_objects(
     notes: list[str],
     config: dict[str, Any] | None,
 ) -> tuple[dict[str, TensorEntry], dict[str, TensorEntry]]:
-    """Return ({name: tensor of the source}, {name: the same with the dtype to write}) of a model, with the tensors that
-    quantised weights are made of in the place of those weights.
+    """Return ({name: tensor of the source}, {name: the same with the dtype to write}) of a model, in which quantised
+    weights are replaced by their inner tensors.
 
     Args:
         stored: {name: weight} as the source has it.
         shown: {name: weight} with the dtype to write.
-        objects: {name: quantised weight}; where there are none, the first two are returned.
-        relation: how names in memory and on the Hub differ; None where they do not.
-        notes: gets what the user should know.
+        objects: {name: quantised weight}; if it is empty, `stored` and `shown` are returned.
+        relation: how names in memory and on the Hub differ; None if they do not.
+        notes: gets notes for the user.
         config: config.json, or None.
 
     Raises:
@@ -461,7 +467,7 @@ def _take_apart_objects(
                 code="CKPT0318",
             )
         if name in objects:
-            inside = flat_names(name, objects[name])
+            inside = name_inner_tensors(name, objects[name])
             old |= inside
             new |= inside
         else:
@@ -475,14 +481,14 @@ def _take_apart_objects(
     return old, new
 
 
-def _ask_transformers(
+def _ask_for_verdict(
     config: dict[str, Any], model: dict[str, TensorEntry], notes: list[str], *, needed: bool = False
 ) -> hub_names.Relation | None:
-    """Return what transformers says of the names of weights, with its verdict on them; None where it could not answer,
-    which a note explains unless the config has no model_type.
+    """Return what transformers says of the names of weights, with its verdict on them; None if it cannot answer, which
+    is added to `notes` unless the config has no model_type.
 
     Raises:
-        MissingPackage: there is no transformers, and its answer is `needed`.
+        MissingPackage: transformers is not installed, and its answer is `needed`.
     """
     if not isinstance(config.get("model_type"), str):
         return None
@@ -493,7 +499,7 @@ def _ask_transformers(
         )
         return None
     try:
-        return hub_names.relate(config, shapes, judge=True)
+        return hub_names.relate_to_hub(config, shapes, judge=True)
     except MissingPackage as e:
         if needed:
             raise MissingPackage(
@@ -510,7 +516,8 @@ def _ask_transformers(
 def _check_names(
     ckpt: Checkpoint, config: dict[str, Any], model: dict[str, TensorEntry], options: WriteOptions, notes: list[str]
 ) -> hub_names.Relation | None:
-    """Return what transformers says of the names; None where those on the Hub are the same.
+    """Check that the weights are those of the model of a config, and return how names differ on the Hub; None if they
+    do not.
 
     The model of the config must have all of the weights and no others, with these shapes, however the config was found.
     With `allow_name_mismatch` a note says what differs.
@@ -523,15 +530,15 @@ def _check_names(
     coded = bool(encodings.find_in_tensors(model))  # scales keep the names of the Hub, so weights do, too
     if ckpt.layout == "hf" and ckpt.config is not None and options.config is None and not asks and odd is None:
         return None  # it is the source's own config: from_pretrained loads the one as it loads the other
-    relation = _ask_transformers(config, model, notes, needed=asks and not allowed)
+    relation = _ask_for_verdict(config, model, notes, needed=asks and not allowed)
     verdict = None if relation is None else relation.verdict
     if verdict is not None and not verdict.good:
         text = (
             f"config.json describes a {verdict.model}, and the weights are not those of one: "
-            f"{_describe_differences(model, verdict)}. {_remedy(ckpt, model, verdict, options)}"
+            f"{_describe_differences(model, verdict)}. {_suggest_remedy(ckpt, model, verdict, options)}"
         )
     elif verdict is None and odd is not None:
-        text = f"config.json is of another model than the weights: {odd}. {_remedy(ckpt, model, None, options)}"
+        text = f"config.json is of another model than the weights: {odd}. {_suggest_remedy(ckpt, model, None, options)}"
     else:
         if relation is not None and verdict is None:
             notes.append(
@@ -545,7 +552,7 @@ def _check_names(
 
 
 def _describe_differences(model: dict[str, TensorEntry], found: hub_names.LoadVerdict) -> str:
-    """Return a text on what a verdict that is not good has found."""
+    """Return the differences in a verdict as text: tensors that are missing, unexpected, or of another shape."""
     parts = []
     if found.missing:
         parts.append(f'{len(found.missing)} of its {found.parameters} tensors are missing, first "{found.missing[0]}"')
@@ -558,11 +565,11 @@ def _describe_differences(model: dict[str, TensorEntry], found: hub_names.LoadVe
     return "; ".join(parts)
 
 
-def _remedy(
+def _suggest_remedy(
     ckpt: Checkpoint, model: dict[str, TensorEntry], found: hub_names.LoadVerdict | None, options: WriteOptions
 ) -> str:
-    """Return a text on what would happen, and what to do, where the weights are not those of the model of config.json.
-    `found` is transformers' verdict, None where it gave none."""
+    """Return what to do if the weights are not those of the model of config.json, and what would happen otherwise, as
+    text. `found` is transformers' verdict; None if it gave none."""
     if found is not None and found.strip:
         hint = (
             f'All names and shapes are right without the prefix "{found.strip}": add '
@@ -591,15 +598,15 @@ def _remedy(
     )
 
 
-def _hub_names(relation: hub_names.Relation | None) -> dict[str, str]:
-    """Return {name in memory: name on the Hub} of weights that are one tensor there, if that is another."""
+def _map_to_hub_names(relation: hub_names.Relation | None) -> dict[str, str]:
+    """Return {name in memory: name on the Hub} of the weights that are one tensor on the Hub, under another name."""
     views = {} if relation is None else relation.views
     return {
         v.of: k for k, v in views.items() if v.of != k and relation is not None and relation.shapes[v.of] == v.shape
     }
 
 
-def _hub_tensors(
+def _select_hub_tensors(
     ckpt: Checkpoint,
     model: dict[str, TensorEntry],
     config: dict[str, Any] | None,
@@ -608,8 +615,7 @@ def _hub_tensors(
     notes: list[str],
     untie: bool,
 ) -> tuple[dict[str, TensorEntry], dict[str, str], dict[str, str]]:
-    """Return ({name: tensor that save_pretrained would write}, {one that is left out: the one it is tied to}, both with
-    "model." before them, {name: first one of those kept in one shard}).
+    """Select the tensors that save_pretrained would write.
 
     Args:
         ckpt: the checkpoint.
@@ -617,8 +623,12 @@ def _hub_tensors(
         config: config.json, or None.
         relation: how names in memory and on the Hub differ; None: names are kept as they are.
         source: where bytes of tied weights are read, to compare them.
-        notes: gets the ones left out.
+        notes: gets the weights that are left out.
         untie: keep tensors that are tied only by having the same bytes of the same file.
+
+    Returns:
+        ({name: tensor}, {name of a tied weight that is left out: name of the one that is kept}, both with "model.",
+            {name: name of the first of the weights that must be in the same shard}).
 
     Raises:
         Unsupported: tied by config, but their bytes differ.
@@ -627,11 +637,11 @@ def _hub_tensors(
     tied = {} if untie else tied_weights(model)
     tied.update({k: v for k, v in ties(config, model, relation).items() if k in model and v in model})
     if relation is not None:
-        out = cut_for_hub(model, relation)
+        out = cut_into_hub_tensors(model, relation)
         together = relation.together
     else:
         out = dict(model)
-    hub = _hub_names(relation)
+    hub = _map_to_hub_names(relation)
     gone: dict[str, str] = {}
     for name, kept in sorted(tied.items()):
         there = hub.get(name, name)
@@ -652,9 +662,9 @@ def _hub_tensors(
     return out, gone, together
 
 
-def _refuse_unstated(model: dict[str, TensorEntry], config: dict[str, Any], files: dict[str, bytes]) -> None:
-    """Refuse packed codes of quantised weights beside a config.json that does not say what they are: from_pretrained
-    would load the codes as numbers. `files` are those beside the weights, by name.
+def _refuse_undeclared_codes(model: dict[str, TensorEntry], config: dict[str, Any], files: dict[str, bytes]) -> None:
+    """Raise if weights are packed codes and config.json does not declare a quantisation: from_pretrained would load the
+    codes as numbers. `files` are the files to copy, by name.
 
     Raises:
         Unsupported: with the first codes.
@@ -671,9 +681,9 @@ def _refuse_unstated(model: dict[str, TensorEntry], config: dict[str, Any], file
         )
 
 
-def _with_dtype(name: str, data: bytes, model: dict[str, TensorEntry]) -> bytes:
-    """Return the bytes of a file beside the weights. If it is config.json, its dtype becomes the one that most elements
-    of `model` have, as save_pretrained writes it; packed codes and their scales do not count."""
+def _with_config_dtype(name: str, data: bytes, model: dict[str, TensorEntry]) -> bytes:
+    """Return the content of a file to copy. In config.json the dtype is set to the one that most elements of `model`
+    have, as save_pretrained does; packed codes and their scales do not count."""
     if name != "config.json":
         return data
     config = bounded_json.parse(data, name)

@@ -65,20 +65,24 @@ class MegatronDialect(Protocol):
     evidence: str  # what in the folder shows that it has this format
 
     def read(self, source: Source, options: ReadOptions) -> Checkpoint:
-        """Return the index of the folder: all tensors and values with their canonical names. Where a tensor lies in
-        files may still be left to `locate`."""
+        """Return the index of the folder: all tensors and values under their canonical names.
+
+        The byte ranges of tensors in the files may be left to `locate`.
+        """
 
     def locate(self, ckpt: Checkpoint, source: Source) -> Checkpoint:
-        """Return the index with all tensors as raw byte ranges of files, for those that `ckpt`, which `read` returned,
-        has left."""
+        """Return the index `ckpt`, which `read` returned, with the byte ranges in files of all tensors that lack
+        them."""
 
 
 _chosen: WeakKeyDictionary[Source, MegatronDialect] = WeakKeyDictionary()
 
 
 def _choose_dialect(source: Source) -> MegatronDialect | None:
-    """Return which of Megatron's formats a folder has, and remember it for the source, so that the folder is listed
-    only once; None where it has none of them."""
+    """Return the one of Megatron's formats that a folder has; None if it has none of them.
+
+    The result is remembered for the source, so that the folder is listed only once.
+    """
     if source not in _chosen:
         found = DistCheckpointing.find(source) or FsdpDtensor.find(source) or RankFolders.find(source)
         if found is None:
@@ -88,8 +92,8 @@ def _choose_dialect(source: Source) -> MegatronDialect | None:
 
 
 def detect(where: Place) -> tuple[bool, str]:
-    """Return (whether a place is a folder in one of Megatron's formats, or has such folders inside; the text that says
-    why or why not)."""
+    """Return (whether a place is a folder in one of Megatron's formats, or contains such folders; why or why not, as
+    text)."""
     if where.file is not None:
         return False, "a folder with metadata.json of Megatron-Core; this is a file"
     dialect = _choose_dialect(where.source)
@@ -97,8 +101,10 @@ def detect(where: Place) -> tuple[bool, str]:
 
 
 def read(where: Place, options: ReadOptions) -> Checkpoint:
-    """Return the index of a folder in one of Megatron's formats. Stacked layers, flat ranges and buckets get the shapes
-    of the model, so their tensors are looked up in the files already here.
+    """Return the index of a folder in one of Megatron's formats.
+
+    Stacked layers, flat ranges and buckets get the shapes of the model, so their byte ranges in the files are found
+    here already.
 
     Raises:
         Unsupported: it has none of the formats, its metadata.json names another one than torch_dist, or a part of it
@@ -112,12 +118,12 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
 
 def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
-    """Return the same index with all tensors as raw byte ranges of files, and with names of parameters for the
-    optimizer's state.
+    """Return the index with the byte ranges in files of all tensors, and with names of parameters for the optimizer's
+    state.
 
     Raises:
-        Unsupported: nothing proves to which parameter a part of the optimizer belongs, or ranks differ in what they
-            should share.
+        Unsupported: nothing proves to which parameter a part of the optimizer belongs, or ranks have different copies
+            of what they should share.
     """
     dialect = _choose_dialect(source)
     if dialect is None:
@@ -130,7 +136,7 @@ _RANK_FILES = frozenset(("model_optim_rng.pt", "model_rng.pt", "distrib_optim.pt
 
 
 def _next_step(advice: Advice) -> str:
-    """Return the sentence for the user that Megatron-Core resumes from the folder, with the commands for other
+    """Return advice for the user: Megatron-Core resumes from the folder, and the commands that convert for other
     sizes."""
     return (
         f"resumes in Megatron-Core; at any other TP and PP size: {advice.convert('--to megatron -n FILES')}; for "
@@ -143,9 +149,12 @@ def _is_piece(source: Source, name: str) -> bool:
     return name in _RANK_FILES and RANK.fullmatch(source.root.rstrip("/").rpartition("/")[2]) is not None
 
 
-def _gaps(folder: SeenFolder) -> Iterator[str]:
-    """Yield what is missing in a folder, each as "no <name>": metadata.json, folders of model-parallel ranks that the
-    numbers of the others call for, and files that other ranks' folders have."""
+def _find_missing_files(folder: SeenFolder) -> Iterator[str]:
+    """Yield each file or folder that is missing in a folder, as "no <name>".
+
+    These are metadata.json, folders of model-parallel ranks that follow from the numbers of the other folders, and
+    files that the folders of other ranks have.
+    """
     if {".metadata", "common.pt"} <= set(folder.names) and "metadata.json" not in folder.names:
         yield "no metadata.json"
     folders = {n: set(folder.source.list(n)) - {"optim.pt"} for n in folder.names if RANK.fullmatch(n)}
@@ -246,7 +255,7 @@ LAYOUTS = (
             state_files=(StateFile(r"common\.pt", "param groups, scheduler, arguments", "optim"),),
             rank_folders=RANK.pattern,
             is_piece=_is_piece,
-            gaps=_gaps,
+            gaps=_find_missing_files,
             keeps_options=False,
             resumed_by=(ForTrainer("megatron", "Megatron-LM"),),
             about_masters=(

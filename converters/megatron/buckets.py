@@ -17,7 +17,7 @@ by name.
 The precision-aware optimizer may have int16 remainders in `param` (engine/transform/remainders.py), of which no value
 tells a weight. Then the order and the sizes of the whole model do, or nothing: read backwards, the weights must be what
 the pipeline stages have in their buckets, last stage first, each of its size and none left over
-(`_fit_whole_model`).
+(`_fit_segments_to_model`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
     "LocalBoxes",
     "Segment",
     "add_segment",
-    "entries_of_parameters",
+    "build_parameter_entries",
     "resolve_bucket_names",
     "slice_flat",
 ]
@@ -89,30 +89,36 @@ class Bucket:
 
 
 def resolve_bucket_names(ckpt: Checkpoint, source: Source) -> tuple[dict[Path, TensorEntry], list[str]]:
-    """Find the parameters in the optimizer's buckets of a checkpoint whose tensors are located in files; return
-    ({canonical path: tensor} of everything in the buckets, notes for the user).
+    """Find which parameter each part of the optimizer's buckets belongs to.
+
+    Args:
+        ckpt: a checkpoint whose tensors all have their byte ranges in files.
+        source: the source to read the values from.
+
+    Returns:
+        ({canonical path: tensor in the shape of its parameter} of everything in the buckets, notes for the user).
 
     Raises:
-        Unsupported: a segment is no weight, or it cannot be told which of several; with their names.
+        Unsupported: a segment is not a weight, or may be one of several; the error names these.
         Corrupt: tensors of a bucket are not flat or not of equal lengths.
     """
     weights = {str(t.path[1]): t for t in ckpt.tensors.values() if t.path[0] == "model" and len(t.path) == 2}
     found = _collect_buckets(ckpt)
     if any("float" not in b.param.dtype for b in found):
-        _fit_whole_model(found, weights)
+        _fit_segments_to_model(found, weights)
         notes = [
             "the optimizer's segments have no names in this format (dp_reshardable), and its masters are remainders, "
             "which tell no weight by their values; they were named by the order of the model, which fits all of their "
             "sizes"
         ]
-        return entries_of_parameters(found, weights, source, ckpt, notes), notes
+        return build_parameter_entries(found, weights, source, ckpt, notes), notes
     _find_segments(found, weights, source, ckpt)
     notes = [
         f"the optimizer's {sum(len(b.segments) for b in found)} segments have no names in this format "
         "(dp_reshardable); each was found by its value, the fp32 copy of a weight that rounds to it bit for bit"
     ]
     _assign_parameters(found, list(weights), notes)
-    return entries_of_parameters(found, weights, source, ckpt, notes), notes
+    return build_parameter_entries(found, weights, source, ckpt, notes), notes
 
 
 def _collect_buckets(ckpt: Checkpoint) -> list[Bucket]:
@@ -135,21 +141,24 @@ def _collect_buckets(ckpt: Checkpoint) -> list[Bucket]:
     return sorted(of.values(), key=lambda b: [int(n) for n in re.findall(r"_idx_(\d+)", b.name)])
 
 
-def _possible_shards(name: str, t: TensorEntry) -> Iterable[LocalBoxes]:
-    """Yield what a group of ranks may have of the weight `t` named `name`: all of it, or a shard of tensor parallelism;
-    of experts, that of one expert."""
+def _generate_possible_shards(name: str, t: TensorEntry) -> Iterable[LocalBoxes]:
+    """Yield all that one group of ranks may hold of the weight `t` named `name`: all of it, or any tensor-parallel
+    shard.
+
+    Of a weight of stacked experts, these are yielded for each expert alone.
+    """
     of = t.chunks.boxes()
     if len(t.shape) == 3 and re.search(r"\bexperts\b", name):
         for e in range(t.shape[0]):
-            yield from _possible_tensor_shards(
+            yield from _generate_tensor_shards(
                 name, [(s, n) for s, n in of if s[0] == e and n[0] == 1], ((e, 0, 0), (1, *t.shape[1:]))
             )
         return
-    yield from _possible_tensor_shards(name, of, ((0,) * len(t.shape), t.shape))
+    yield from _generate_tensor_shards(name, of, ((0,) * len(t.shape), t.shape))
 
 
-def _possible_tensor_shards(name: str, of: list[Box], whole: Box) -> Iterable[LocalBoxes]:
-    """Yield all of a weight, then its shards for every tensor-parallel size that its stored boxes allow.
+def _generate_tensor_shards(name: str, of: list[Box], whole: Box) -> Iterable[LocalBoxes]:
+    """Yield a whole weight, then its shards for every tensor-parallel size that the boxes it is stored in allow.
 
     Args:
         name: the name of the weight.
@@ -166,29 +175,31 @@ def _possible_tensor_shards(name: str, of: list[Box], whole: Box) -> Iterable[Lo
                 yield LocalBoxes(name, tuple(of[k::parts]))
 
 
-def _numel(local: LocalBoxes) -> int:
+def _count_elements(local: LocalBoxes) -> int:
     """Return the number of elements in all boxes of a parameter."""
     return sum(prod(n) for _, n in local.boxes)
 
 
 def _find_segments(found: list[Bucket], weights: Mapping[str, TensorEntry], source: Source, ckpt: Checkpoint) -> None:
-    """Find by value which elements of every bucket are one parameter, and add them as its segments: the digest of a
-    stretch, rounded to the dtype of a weight, is that of the weight or of a shard of it.
+    """Find by value which elements of every bucket are one parameter, and add them to the bucket as segments.
+
+    A stretch of a bucket is a parameter if, rounded to the dtype of a weight, its digest is that of the weight or a
+    shard.
 
     Args:
-        found: the buckets, which are filled.
-        weights: {name: tensor} of the model, located in files.
-        source: what the values are read from.
-        ckpt: the checkpoint that the tensors are of.
+        found: the buckets, whose segments are added.
+        weights: {name: tensor} of the model, with byte ranges in files.
+        source: the source to read the values from.
+        ckpt: the checkpoint to which the tensors belong.
 
     Raises:
-        Unsupported: the values of a stretch are those of no weight, or it could end at several places.
+        Unsupported: a stretch has the values of no weight, or could end at several places.
         Corrupt: a chunk of a weight is compressed.
     """
     shards: dict[int, list[LocalBoxes]] = {}  # by number of elements
     for name, t in weights.items():
-        for local in _possible_shards(name, t):
-            shards.setdefault(_numel(local), []).append(local)
+        for local in _generate_possible_shards(name, t):
+            shards.setdefault(_count_elements(local), []).append(local)
     dtypes = {n: {weights[x.weight].dtype for x in some} for n, some in shards.items()}
 
     # digest every stretch that begins at an aligned chunk and has the length of some shard, and those shards
@@ -196,7 +207,7 @@ def _find_segments(found: list[Bucket], weights: Mapping[str, TensorEntry], sour
     rounded_to: dict[str, str] = {}
     wanted: set[int] = set()
     for number, b in enumerate(found):
-        ends = _chunk_ends(b)
+        ends = _list_chunk_ends(b)
         for first in sorted(s[0] for s, n in b.param.chunks.boxes() if n[0] and s[0] % ALIGNED == 0):
             for last in ends[bisect_right(ends, first) :]:
                 for dtype in dtypes.get(last - first, ()):
@@ -205,16 +216,16 @@ def _find_segments(found: list[Bucket], weights: Mapping[str, TensorEntry], sour
                     wanted.add(last - first)
     for n in wanted:
         for local in shards[n]:
-            jobs[_job_name(local)] = _gather_boxes(weights[local.weight], local)
+            jobs[_make_digest_name(local)] = _gather_boxes(weights[local.weight], local)
     digests = proof_digests(jobs, ckpt, source, rounded_to)
     by_digest: dict[tuple[str, str], list[LocalBoxes]] = {}
     for n in wanted:
         for local in shards[n]:
-            by_digest.setdefault((weights[local.weight].dtype, digests[_job_name(local)]), []).append(local)
+            by_digest.setdefault((weights[local.weight].dtype, digests[_make_digest_name(local)]), []).append(local)
 
     # walk through each bucket; from where one segment ends, exactly one has to follow
     for number, b in enumerate(found):
-        at, ends = 0, _chunk_ends(b)
+        at, ends = 0, _list_chunk_ends(b)
         while at < b.param.shape[0]:
             fitting = []
             for last in ends[bisect_right(ends, at) :]:
@@ -237,12 +248,14 @@ def _find_segments(found: list[Bucket], weights: Mapping[str, TensorEntry], sour
             at = -(-fitting[0].last // ALIGNED) * ALIGNED
 
 
-def _fit_whole_model(found: list[Bucket], weights: Mapping[str, TensorEntry]) -> None:
-    """Find which elements of every bucket are one parameter by the order and the sizes of all weights, and add them as
-    its segments, with the parameter chosen.
+def _fit_segments_to_model(found: list[Bucket], weights: Mapping[str, TensorEntry]) -> None:
+    """Find by the order and sizes of all weights which elements of every bucket are one parameter; add them as
+    segments.
+
+    The parameter of each segment is chosen, too.
 
     Args:
-        found: the buckets, which are filled.
+        found: the buckets, whose segments are added.
         weights: {name: tensor} of the model.
 
     Raises:
@@ -251,7 +264,7 @@ def _fit_whole_model(found: list[Bucket], weights: Mapping[str, TensorEntry]) ->
     lines: dict[str, list[Bucket]] = {}
     for b in found:
         lines.setdefault(b.group, []).append(b)
-    at = _positions_in_model(list(weights))
+    at = _find_model_positions(list(weights))
     names = sorted(weights, key=at.__getitem__, reverse=True)
     one_buffer = len({b.name.partition(".bucket_idx_")[0] for b in found}) == len(lines)
     sizes = [n for n in range(1, len(lines) + 1) if len(lines) % n == 0]
@@ -272,13 +285,14 @@ def _fit_whole_model(found: list[Bucket], weights: Mapping[str, TensorEntry]) ->
 def _fit_stages(
     groups: list[list[Bucket]], names: list[str], weights: Mapping[str, TensorEntry], tp: int
 ) -> list[list[Segment]] | None:
-    """Return the segments of all buckets, in their order, at a tensor-parallel size; None where the weights do not fit.
+    """Return the segments of each bucket at a tensor-parallel size, in the order of the buckets; None if the weights do
+    not fit.
 
     Args:
         groups: the buckets of each data-parallel group; tensor-parallel ranks of a pipeline stage are neighbours.
-        names: the weights, the last of the model first.
+        names: the names of the weights, from the last in the model to the first.
         weights: {name: tensor}.
-        tp: the size.
+        tp: the tensor-parallel size.
     """
     out: dict[int, list[list[Segment]]] = {}
     at = 0
@@ -289,12 +303,12 @@ def _fit_stages(
             k = at
             for b in groups[stage * tp + rank]:
                 segments.append([])
-                ends, first = {*_chunk_ends(b)}, 0
+                ends, first = {*_list_chunk_ends(b)}, 0
                 while first < b.param.shape[0]:
                     if k == len(names):
                         return None
-                    local = _local_boxes(names[k], weights[names[k]], tp, rank)
-                    last = first + _numel(local)
+                    local = _find_local_boxes(names[k], weights[names[k]], tp, rank)
+                    last = first + _count_elements(local)
                     if last not in ends:
                         return None
                     segments[-1].append(Segment(first, last, [local], local))
@@ -307,28 +321,37 @@ def _fit_stages(
     return [s for g in range(len(groups)) for s in out[g]] if at == len(names) else None
 
 
-def _local_boxes(name: str, t: TensorEntry, tp: int, rank: int) -> LocalBoxes:
-    """Return what a tensor-parallel rank has of a weight: its part where the weight is stored in parts for all of them,
-    else all of it."""
+def _find_local_boxes(name: str, t: TensorEntry, tp: int, rank: int) -> LocalBoxes:
+    """Return what a tensor-parallel rank holds of a weight: its shard if the weight is stored in shards for all ranks,
+    else all.
+
+    Args:
+        name: the name of the weight.
+        t: the weight.
+        tp: the tensor-parallel size.
+        rank: the tensor-parallel rank.
+    """
     of = sorted(b for b in t.chunks.boxes() if prod(b[1]))
     if tp > 1 and of and len(of) % tp == 0 and len({n for _, n in of}) == 1:
         return LocalBoxes(name, tuple(of[rank::tp]))
     return LocalBoxes(name, (((0,) * len(t.shape), t.shape),))
 
 
-def _chunk_ends(b: Bucket) -> list[int]:
-    """Return the elements at which chunks of a bucket end, ascending."""
+def _list_chunk_ends(b: Bucket) -> list[int]:
+    """Return, ascending, the elements of a bucket at which a chunk of its masters ends."""
     return sorted(s[0] + n[0] for s, n in b.param.chunks.boxes() if n[0])
 
 
-def _job_name(local: LocalBoxes) -> str:
+def _make_digest_name(local: LocalBoxes) -> str:
     """Return the name of a shard among the tensors whose digests are computed together."""
     return f"{local.weight}:{local.boxes}"
 
 
 def slice_flat(t: TensorEntry, first: int, last: int) -> TensorEntry:
-    """Return elements [first, last) of a 1-D tensor that is located in files; stretches without a chunk are left out.
-    The path of the result is empty."""
+    """Return elements [first, last) of a 1-D tensor that has its byte ranges in files, with an empty path.
+
+    Elements that no chunk of the tensor covers are not covered in the result either.
+    """
     out, item = Chunks(1), ITEMSIZE[t.dtype]
     for row, ((start,), (n,)) in enumerate(t.chunks.boxes()):
         a, b = max(first, start), min(last, start + n)
@@ -369,10 +392,12 @@ def _gather_boxes(t: TensorEntry, local: LocalBoxes) -> TensorEntry:
 # -------------------------------------------------------------------------------------------------------- choosing
 
 
-def _positions_in_model(names: list[str]) -> dict[str, tuple[int, int, int]]:
-    """Return {weight: its position in the model}, which compares as the model is ordered: (where its list of layers
-    begins in `names`, number of its layer, where its name first occurs in a layer). A weight outside of layers has (its
-    place in `names`, -1, 0)."""
+def _find_model_positions(names: list[str]) -> dict[str, tuple[int, int, int]]:
+    """Return {weight: its position in the model, as a tuple that sorts in the order of the model}.
+
+    The tuple is (index in `names` where the weight's list of layers begins, number of the layer, index where its name
+    first occurs in a layer); for a weight outside of layers it is (index in `names`, -1, 0).
+    """
     firsts: dict[str, int] = {}
     out = {}
     for k, name in enumerate(names):
@@ -385,17 +410,17 @@ def _positions_in_model(names: list[str]) -> dict[str, tuple[int, int, int]]:
 
 
 def _assign_parameters(found: list[Bucket], names: list[str], notes: list[str]) -> None:
-    """Choose the parameter of every segment: by its values, and among equal weights by the order of the model.
+    """Choose the parameter of every segment: by value, and among equal weights by the order of the model.
 
     Args:
-        found: the buckets, whose segments are filled in.
-        names: the weights in the order of the model.
-        notes: where a note is added if the order was needed.
+        found: the buckets, whose segments are changed.
+        names: the names of the weights, in the order of the model.
+        notes: the list to which a note is added if the order was needed.
 
     Raises:
-        Unsupported: the order does not tell either.
+        Unsupported: the order does not determine the parameter either.
     """
-    at = _positions_in_model(names)
+    at = _find_model_positions(names)
     owners: dict[str, set[str]] = {}  # {weight: groups that certainly have a part of it}
     for b in found:
         for segment in b.segments:
@@ -409,9 +434,9 @@ def _assign_parameters(found: list[Bucket], names: list[str], notes: list[str]) 
     for line in lines.values():
         known = [at[segment.chosen.weight] for segment, _ in line if segment.chosen is not None]
         ordered = all(a >= b for a, b in pairwise(known))
-        for gap, high, low in _ambiguous_gaps(line):
+        for gap, high, low in _find_ambiguous_gaps(line):
             if not ordered:
-                raise _ambiguous(gap)
+                raise _make_ambiguity_error(gap)
             _assign_by_order(gap, high and at[high.weight], low and at[low.weight], at, owners)
             by_order += len(gap)
     if by_order:
@@ -422,13 +447,15 @@ def _assign_parameters(found: list[Bucket], names: list[str], notes: list[str]) 
     _refuse_shared_parameter(found)
 
 
-def _ambiguous_gaps(
+def _find_ambiguous_gaps(
     line: list[tuple[Segment, Bucket]],
 ) -> Iterable[tuple[list[tuple[Segment, Bucket]], LocalBoxes | None, LocalBoxes | None]]:
-    """Yield (segments in a row that values do not tell apart, the parameter before them, the parameter behind them);
-    None for a parameter at an end of the buffer.
+    """Yield the runs of segments whose parameters values alone do not determine, with the parameters around each run.
 
     `line` is all segments of a buffer, each with its bucket.
+
+    Yields:
+        (the run, the parameter before it or None at the start of the buffer, the one after it or None at the end).
     """
     before: LocalBoxes | None = None
     gap: list[tuple[Segment, Bucket]] = []
@@ -450,18 +477,19 @@ def _assign_by_order(
     at: Mapping[str, tuple[int, int, int]],
     owners: Mapping[str, set[str]],
 ) -> None:
-    """Choose parameters for a gap, which is segments in a row that values do not tell apart. Buffers run backwards
-    through the model, so the first one has the highest position.
+    """Choose the parameters of a gap, a run of segments whose values do not determine them, by the order of the model.
+
+    Buffers run backwards through the model, so the first segment has the highest position.
 
     Args:
         gap: the segments, each with its bucket.
-        high: the position in the model of the parameter before the gap; None where the buffer begins with the gap.
-        low: the position of the one behind the gap; None where the buffer ends with it.
+        high: the position in the model of the parameter before the gap; None if the buffer begins with the gap.
+        low: the position of the parameter after the gap; None if the buffer ends with it.
         at: {weight: its position}.
         owners: {weight: groups of ranks that certainly have a part of it}.
 
     Raises:
-        Unsupported: there is not one weight for each segment, or two could be exchanged.
+        Unsupported: there is not exactly one weight for each segment, or two could be exchanged.
     """
     group = gap[0][1].group
     elsewhere = [p for n, p in at.items() if n in owners and group not in owners[n]]  # of another pipeline stage, say
@@ -471,16 +499,16 @@ def _assign_by_order(
         high = min((p for p in elsewhere if p > low), default=(len(at), 0, 0))
     names = [n for n in sorted(at, key=at.__getitem__, reverse=True) if low < at[n] < high and n not in owners]
     if len(names) != len(gap):
-        raise _ambiguous(gap)
+        raise _make_ambiguity_error(gap)
     for k, (segment, _) in enumerate(gap):
         candidates = [x for x in segment.candidates if x.weight in names]
         if len(candidates) != 1 or candidates[0].weight != names[k]:
-            raise _ambiguous(gap)
+            raise _make_ambiguity_error(gap)
         segment.chosen = candidates[0]
 
 
-def _ambiguous(gap: list[tuple[Segment, Bucket]]) -> Unsupported:
-    """Return the error for segments whose parameters nothing tells; its text is about the first one."""
+def _make_ambiguity_error(gap: list[tuple[Segment, Bucket]]) -> Unsupported:
+    """Return the error that the parameters of these segments cannot be determined; its text describes the first one."""
     segment, b = gap[0]
     names = list(dict.fromkeys(x.weight for x in segment.candidates))
     shown = list_first((f'"{n}"' for n in names), 4)
@@ -494,36 +522,36 @@ def _ambiguous(gap: list[tuple[Segment, Bucket]]) -> Unsupported:
 
 
 def _refuse_shared_parameter(found: list[Bucket]) -> None:
-    """Refuse two segments of one group of ranks that were found to be the same parameter.
+    """Refuse buckets in which one group of ranks has two segments of the same parameter.
 
     Raises:
-        Unsupported: with the second segment.
+        Unsupported: for the second of the segments.
     """
     seen: dict[tuple[str, LocalBoxes], Segment] = {}
     for b in found:
         for segment in b.segments:
             assert segment.chosen is not None
             if seen.setdefault((b.group, segment.chosen), segment) is not segment:
-                raise _ambiguous([(segment, b)])
+                raise _make_ambiguity_error([(segment, b)])
 
 
 # -------------------------------------------------------------------------------------------------------- entries
 
 
-def entries_of_parameters(
+def build_parameter_entries(
     found: list[Bucket], weights: Mapping[str, TensorEntry], source: Source, ckpt: Checkpoint, notes: list[str]
 ) -> dict[Path, TensorEntry]:
     """Return {canonical path: tensor in the shape of its parameter} of the slots of all segments.
 
-    Of a parameter that several groups of ranks have, such as a norm, that of the first is taken, as Megatron-Core does
-    in its other formats.
+    If several groups of ranks have a parameter, such as a norm, the copy of the first is used, as in Megatron-Core's
+    other formats.
 
     Args:
         found: the buckets, with the parameter of each segment chosen.
         weights: {name: tensor} of the model, for the shapes.
-        source: what copies are read from, to be compared.
-        ckpt: the checkpoint that the tensors are of.
-        notes: where a note is added for every copy that differs.
+        source: the source to read copies from, which are compared.
+        ckpt: the checkpoint to which the tensors belong.
+        notes: the list to which a note is added for every slot with different copies.
 
     Raises:
         Corrupt: a slot has different dtypes on different ranks.

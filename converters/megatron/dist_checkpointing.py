@@ -24,10 +24,10 @@ from .keys import (
     BUCKETS,
     TRAINER,
     Key,
-    common_tree,
     name_param_groups,
+    parse_common_state,
     parse_key,
-    path_of_object,
+    parse_object_key,
     replace_unnamed_optimizer,
 )
 from .stacked import take_layer, unflatten_ranges
@@ -40,11 +40,13 @@ _COMMON = "common_state/"  # the item that newer versions have instead of common
 
 
 def _read_backend(source: Source, folder: str) -> str | None:
-    """Return the format that metadata.json in a folder below the source names ("" is the source itself); None where it
-    names none, is missing or is over 1 MiB.
+    """Return sharded_backend of metadata.json, the name of the format, in a folder below the source ("" is the source
+    itself).
+
+    It is None if metadata.json does not state it, is missing, or is larger than 1 MiB.
 
     Raises:
-        CkpttoolError: it is not JSON.
+        CkpttoolError: metadata.json is not JSON.
     """
     name = f"{folder}/metadata.json" if folder else "metadata.json"
     if "metadata.json" not in source.list(folder) or source.size(name) > _MOST_JSON:
@@ -93,13 +95,15 @@ class DistCheckpointing:
         return None
 
     def read(self, source: Source, options: ReadOptions) -> Checkpoint:
-        """Return the index of all folders together. Stacked layers and flat ranges are located in the files already
-        here, and so is everything where the optimizer is in buckets.
+        """Return the index of all folders together.
+
+        Stacked layers and flat ranges get their byte ranges in the files here already; so do all tensors if the
+        optimizer is in buckets.
 
         Raises:
             Corrupt: metadata.json or common.pt is missing or damaged, or folders contradict one another.
-            Unsupported: a folder has another format than torch_dist, or its optimizer a form that only its own job can
-                cut.
+            Unsupported: a folder has another format than torch_dist, or the optimizer is stored in a form that only the
+                job that wrote it can cut.
         """
         sections = [_open_section(source, folder, options) for folder in self.folders]
         # segments of buckets are compared with weights, so all of these have to be located
@@ -108,7 +112,7 @@ class DistCheckpointing:
         for section in sections:
             state.add_section(section, buckets)
             state.add_common(section, options)
-        _take_objects(state.leaves, state.objects)
+        _add_rank_objects(state.leaves, state.objects)
         name_param_groups(state.leaves, state.notes)
         named = CanonicalState(state.leaves, {}, TRAINER, state.notes)
         out = checkpoint_of(named, "megatron", source.root, state.world, state.files, source)
@@ -119,13 +123,13 @@ class DistCheckpointing:
         return out
 
     def locate(self, ckpt: Checkpoint, source: Source) -> Checkpoint:
-        """Return the index with the place of every tensor in the .distcp files, and with names for what the optimizer
-        has in buckets.
+        """Return the index with the byte ranges of every tensor in the .distcp files, and with names for the
+        optimizer's buckets.
 
         Raises:
             Unsupported: nothing proves to which parameter a part of the optimizer belongs.
         """
-        out = locate_items(ckpt, source)
+        out = locate_distcp_tensors(ckpt, source)
         asked = {str(t.path[0]) for t in ckpt.tensors.values() if BUCKETS in t.path}
         if asked:
             # weights and fp32 copies tell whose a segment is, also where they were not asked for
@@ -141,9 +145,11 @@ class DistCheckpointing:
         return out
 
 
-def locate_items(ckpt: Checkpoint, source: Source) -> Checkpoint:
-    """Return the index with the place of every tensor in the .distcp files, which are opened for it. Steps are left as
-    they are, since the one that all parameters share is not in those files."""
+def locate_distcp_tensors(ckpt: Checkpoint, source: Source) -> Checkpoint:
+    """Return the index with the byte ranges of every tensor in the .distcp files, which are opened for it.
+
+    Steps stay unchanged, since the one that all parameters share is not in those files.
+    """
     items = {n: t for n, t in ckpt.tensors.items() if t.path[3:] != ("step",)}
     found = dcp.locate(replace(ckpt, tensors=items), source)
     return replace(found, tensors={n: found.tensors.get(n, t) for n, t in ckpt.tensors.items()})
@@ -172,10 +178,10 @@ class _Section:
             self.objects.setdefault(str(path[0]), {})[path[1:]] = leaf
 
     def locate(self, keys: set[str]) -> dict[str, TensorEntry]:
-        """Return {key: tensor} of the tensors with these keys, located in files, and add their CRC32s to the records of
-        the checkpoint.
+        """Return {key: tensor} of the tensors with these keys, with byte ranges in files; their CRC32s are added to the
+        checkpoint.
 
-        Keys whose bytes are missing are left out of the result, and added to `lost` with the reason.
+        A key whose bytes are missing is left out of the result, and added to `self.lost` with the reason.
         """
         try:
             return self._locate_all(keys)
@@ -189,10 +195,11 @@ class _Section:
             return out
 
     def _locate_all(self, keys: set[str]) -> dict[str, TensorEntry]:
-        """Return {key: tensor} of the tensors with these keys, located in files, and add their CRC32s to the records.
+        """Return {key: tensor} of the tensors with these keys, with byte ranges in files; their CRC32s are added to the
+        checkpoint.
 
         Raises:
-            LostBytes: the bytes of one are not there.
+            LostBytes: the bytes of one of them are missing.
         """
         wanted = {f"model.{k}": self.tensors[k] for k in keys}
         found = dcp.locate(replace(self.ckpt, tensors=wanted, values={}, records=Records()), self.source)
@@ -267,8 +274,8 @@ class _State:
             Corrupt: another section has the same tensor or object.
         """
         first = len(self.files)
-        for path, t in _entries(section, located).items():
-            _refuse_second(self.leaves, path, section)
+        for path, t in _build_section_entries(section, located).items():
+            _refuse_duplicate_path(self.leaves, path, section)
             self.leaves[path] = replace(t, path=path, chunks=t.chunks.moved(first))
         for key, inside in section.objects.items():
             if key in self.objects:
@@ -291,15 +298,17 @@ class _State:
         self.world = max(self.world, ckpt.world_size or 0)
 
     def add_common(self, section: _Section, options: ReadOptions) -> None:
-        """Add what common.pt of a section, which is one folder, holds; in newer versions the item common_state is there
-        instead. When only weights are read, it may be missing; when salvaging, a note says what is lost.
+        """Add the content of common.pt in a section's folder, if the folder has one.
+
+        Newer versions have the item common_state in its place. It may also be missing if only weights are read; if a
+        damaged checkpoint is salvaged, a note lists what is lost.
 
         Raises:
             Corrupt: it is missing, or contradicts that of another folder.
         """
         if "common.pt" in section.source.list():
             name = section.path_in_source("common.pt")
-            self._take_common(name, len(self.files))
+            self._add_common_file(name, len(self.files))
             self.files.append(name)
             return
         weights_alone = options.only is not None and not options.only - {"model"}
@@ -317,8 +326,8 @@ class _State:
             )
         self.notes.append(f"{fault}: these are lost")
 
-    def _take_common(self, name: str, file: int) -> None:
-        """Add what a common.pt holds.
+    def _add_common_file(self, name: str, file: int) -> None:
+        """Add the content of a common.pt.
 
         Args:
             name: its path below the source.
@@ -329,7 +338,7 @@ class _State:
         """
         read_at, what = self.source.reader_of(name), f"{self.source.root}/{name}"
         tree = torch_zip.read(read_at, 0, self.source.size(name), what)
-        found, records = stored_tensors.leaves(common_tree(tree, what), (), file, read_at, what)
+        found, records = stored_tensors.read_leaves(parse_common_state(tree, what), (), file, read_at, what)
         found.pop((), None)  # there is nothing in it
         for path, leaf in found.items():
             if path in self.leaves and self.leaves[path] != leaf:
@@ -342,18 +351,21 @@ class _State:
         self.records += records
 
 
-def _refuse_second(found: Mapping[Path, object], path: Path, section: _Section) -> None:
-    """Raise Corrupt if `found` has the canonical path already, so that two keys mean one tensor."""
+def _refuse_duplicate_path(found: Mapping[Path, object], path: Path, section: _Section) -> None:
+    """Raise Corrupt if `found` already has the canonical path, so that two keys of the section mean the same tensor."""
     if path in found:
         raise Corrupt(f'{section.source.root}: two keys mean "{joined(path)}".', code="CKPT0416")
 
 
-def _entries(section: _Section, located: bool) -> dict[Path, TensorEntry]:
-    """Return {canonical path: tensor} of one folder, in the order of its keys, with stacked layers taken apart. If
-    `located`, all tensors are located in files, else only those that are taken apart or put into another shape.
+def _build_section_entries(section: _Section, located: bool) -> dict[Path, TensorEntry]:
+    """Return {canonical path: tensor in its shape in the model} of one folder, in the order of its keys.
+
+    Stacked layers become one tensor for each layer. `located` is whether all tensors get their byte ranges in files;
+    otherwise only those get them that are split or reshaped.
 
     Raises:
-        Corrupt: two keys mean one tensor, a stacked one has no axis for the layers, or shapes do not go together.
+        Corrupt: two keys mean the same tensor, a stacked one has no axis for the layers, or shapes contradict one
+            another.
     """
     keys = {k: parse_key(k) for k in section.tensors}
     # shapes of the model are needed for what may be flat ranges, and .metadata has them
@@ -371,7 +383,7 @@ def _entries(section: _Section, located: bool) -> dict[Path, TensorEntry]:
         if k in whole:
             t = unflatten_ranges(t, whole[k], f'{section.source.root}: "{k}"')
         if not key.stacked:
-            _refuse_second(out, key.path, section)
+            _refuse_duplicate_path(out, key.path, section)
             out[key.path] = t
             continue
         if not t.shape:
@@ -380,14 +392,14 @@ def _entries(section: _Section, located: bool) -> dict[Path, TensorEntry]:
             )
         for i in range(t.shape[0]):
             path = key.of_layer(i)
-            _refuse_second(out, path, section)
+            _refuse_duplicate_path(out, path, section)
             out[path] = take_layer(t, i)
     return out
 
 
 def _may_be_flat_ranges(tensors: Mapping[str, TensorEntry], name: str, key: Key) -> bool:
-    """Return whether a tensor of the optimizer may be stored as flat ranges, because it has not the shape of its weight
-    or the weight is not there.
+    """Return whether a tensor of the optimizer may be stored as flat ranges: its weight is missing or has another
+    shape.
 
     Args:
         tensors: {key: tensor} of the folder.
@@ -403,11 +415,10 @@ def _may_be_flat_ranges(tensors: Mapping[str, TensorEntry], name: str, key: Key)
 # --------------------------------------------------------------------------------------------------------- objects
 
 
-def _take_objects(leaves: Leaves, objects: Mapping[str, Mapping[Path, Any]]) -> None:
-    """Add to `leaves` the objects that ranks saved: random states, the common state of newer versions, the param groups
-    of `dp_reshardable`.
+def _add_rank_objects(leaves: Leaves, objects: Mapping[str, Mapping[Path, Any]]) -> None:
+    """Add the objects that ranks saved to `leaves`: random states, the common state of newer versions, param groups.
 
-    `objects` is {key: {path inside the object: leaf}}.
+    Param groups are objects in the format `dp_reshardable`. `objects` is {key: {path inside the object: leaf}}.
 
     Raises:
         Unsupported: the optimizer is one object for each data-parallel group, or an object holds tensors where it must
@@ -416,10 +427,10 @@ def _take_objects(leaves: Leaves, objects: Mapping[str, Mapping[Path, Any]]) -> 
     """
     groups: dict[str, tuple[Any, int]] = {}
     for key, inside in objects.items():
-        path, chained = path_of_object(key)
+        path, chained = parse_object_key(key)
         if key.startswith(_COMMON):
-            tree = common_tree(_unwrap_object(inside, key, may_have_tensors=True), key)
-            leaves |= stored_tensors.leaves(tree, (), 0, _no_bytes, key)[0]
+            tree = parse_common_state(_unwrap_object(inside, key, may_have_tensors=True), key)
+            leaves |= stored_tensors.read_leaves(tree, (), 0, _refuse_reading, key)[0]
             leaves.pop((), None)  # there is nothing in it
         elif chained is None:
             for p, x in inside.items():
@@ -437,13 +448,13 @@ def _take_objects(leaves: Leaves, objects: Mapping[str, Mapping[Path, Any]]) -> 
                 code="CKPT0327",
             )
     if groups:
-        _take_groups(leaves, groups)
+        _add_param_groups(leaves, groups)
 
 
-def _take_groups(leaves: Leaves, groups: Mapping[str, tuple[Any, int]]) -> None:
-    """Add to `leaves` the param groups of the optimizer, which every data-parallel group has saved.
+def _add_param_groups(leaves: Leaves, groups: Mapping[str, tuple[Any, int]]) -> None:
+    """Add the param groups of the optimizer, which every data-parallel group has saved, to `leaves`.
 
-    `groups` is {key: (param groups as plain data, number of the optimizer they are of, where several are chained)}.
+    `groups` is {key: (param groups as plain data, number of their optimizer in the chain, 0 if there is only one)}.
 
     Raises:
         Unsupported: two data-parallel groups saved different ones for the same optimizer.
@@ -456,21 +467,23 @@ def _take_groups(leaves: Leaves, groups: Mapping[str, tuple[Any, int]]) -> None:
                 f'"{first[0]}" and "{key}" hold different param groups, so the ranks did not train with one optimizer.',
                 code="CKPT0328",
             )
-    tree = common_tree({"optimizer": {i: {"optimizer": data} for i, (_, data) in of.items()}}, "the param groups")
-    leaves |= stored_tensors.leaves(tree, (), 0, _no_bytes, "the param groups")[0]
+    tree = parse_common_state(
+        {"optimizer": {i: {"optimizer": data} for i, (_, data) in of.items()}}, "the param groups"
+    )
+    leaves |= stored_tensors.read_leaves(tree, (), 0, _refuse_reading, "the param groups")[0]
 
 
 def _unwrap_object(inside: Mapping[Path, Any], key: str, may_have_tensors: bool = False) -> object:
-    """Return the object in an item of dist_checkpointing, which is a list of one.
+    """Return the object in an item of dist_checkpointing, which stores it as the only element of a list.
 
     Args:
         inside: {path inside the item: leaf}.
         key: the key of the item, for errors.
-        may_have_tensors: whether it may hold tensors besides plain data.
+        may_have_tensors: whether the object may hold tensors besides plain data.
 
     Raises:
-        Unsupported: it holds tensors and may not.
-        Corrupt: it is no list of one.
+        Unsupported: it holds tensors and must not.
+        Corrupt: the item is not a list of one element.
     """
     if not may_have_tensors and any(isinstance(x, TensorEntry) for x in inside.values()):
         raise Unsupported(f'"{key}" holds tensors, where Megatron-Core keeps numbers and text.', code="CKPT0307")
@@ -481,6 +494,7 @@ def _unwrap_object(inside: Mapping[Path, Any], key: str, may_have_tensors: bool 
     return out
 
 
-def _no_bytes(at: int, n: int) -> bytes:
-    """Raise Corrupt, in place of a function that reads bytes: an object of a rank has no bytes outside of itself."""
+def _refuse_reading(at: int, n: int) -> bytes:
+    """Raise Corrupt; used in place of a function that reads bytes, for objects that must not refer to bytes of a
+    file."""
     raise Corrupt("an object of a rank refers to bytes outside of it.", code="CKPT0406")

@@ -25,13 +25,13 @@ from ckpttool.errors import Corrupt
 from ckpttool.index.checkpoint import Checkpoint, Chunks, Leaves, Path, TensorEntry, joined
 from ckpttool.index.names import CanonicalState, original_path
 from ckpttool.layouts import Place, ReadOptions, checkpoint_of
-from ckpttool.storage.overlay import parent_of
+from ckpttool.storage.overlay import find_parent_folder
 from ckpttool.storage.source import Source
 from ckpttool.storage.sources import open_source
 
 from .. import dcp
-from .dist_checkpointing import locate_items
-from .keys import TRAINER, data_of_args
+from .dist_checkpointing import locate_distcp_tensors
+from .keys import TRAINER, to_plain_args
 
 __all__ = ["FsdpDtensor"]
 
@@ -48,9 +48,11 @@ class FsdpDtensor:
 
     @classmethod
     def find(cls, source: Source) -> FsdpDtensor | None:
-        """Recognise a folder that Megatron-LM saved with DCP by its name and by the tracker file in the folder above
-        it; None where it is not one."""
-        parent, name = parent_of(source)
+        """Return the dialect if a folder was saved by Megatron-LM with DCP, else None.
+
+        Such a folder is recognised by its name and by the tracker file in the folder above it.
+        """
+        parent, name = find_parent_folder(source)
         if not _ITERATION.fullmatch(name) or not parent:
             return None
         names = source.list()
@@ -81,7 +83,7 @@ class FsdpDtensor:
 
     def locate(self, ckpt: Checkpoint, source: Source) -> Checkpoint:
         """Return the index with the place of every tensor in the .distcp files, which are opened for it."""
-        return locate_items(ckpt, source)
+        return locate_distcp_tensors(ckpt, source)
 
 
 def _rename_leaves(found: Mapping[Path, Any], names: Mapping[str, str]) -> Leaves:
@@ -100,17 +102,17 @@ def _rename_leaves(found: Mapping[Path, Any], names: Mapping[str, str]) -> Leave
     for path, leaf in found.items():
         if path[:2] == _META and len(path) > 3:
             name = names.get(str(path[2]), str(path[2]))
-            metas.setdefault(_without_half(name), {})[path[3:]] = leaf
+            metas.setdefault(_without_half_suffix(name), {})[path[3:]] = leaf
         elif path[:2] == ("extra", "opt_param_scheduler"):
             out["scheduler", *path[2:]] = leaf
         elif path[:2] == ("extra", "args"):
-            out[path] = data_of_args(leaf)
+            out[path] = to_plain_args(leaf)
         elif (
             isinstance(leaf, TensorEntry)
             and path[0] in ("model", "optim")
-            and _without_half(at := _parameter_of(path)) != at
+            and _without_half_suffix(at := _find_parameter_name(path)) != at
         ):
-            key = tuple(_without_half(p) if isinstance(p, str) and p == at else p for p in path)
+            key = tuple(_without_half_suffix(p) if isinstance(p, str) and p == at else p for p in path)
             m = _HALF.fullmatch(at)
             assert m is not None
             halves.setdefault(key, {})[m["half"]] = leaf
@@ -119,26 +121,28 @@ def _rename_leaves(found: Mapping[Path, Any], names: Mapping[str, str]) -> Leave
             out[path] = leaf
     for path, both in halves.items():
         out[path] = _join_halves(path, both)
-    return out | _group_by_hyperparameters(metas)
+    return out | _build_param_groups(metas)
 
 
-def _parameter_of(path: Path) -> str:
-    """Return the name of the parameter that a path belongs to, as its weight or as its optimizer state; "" where it is
-    neither."""
+def _find_parameter_name(path: Path) -> str:
+    """Return the name of the parameter whose weight or optimizer state has this path; "" for any other path."""
     return str(path[1]) if path[0] == "model" else str(path[2]) if len(path) > 3 else ""
 
 
-def _without_half(name: str) -> str:
-    """Return a name without the suffix _w or _v, which marks half of a gated linear_fc1; any other name unchanged."""
+def _without_half_suffix(name: str) -> str:
+    """Return the name without its suffix _w or _v, which marks one half of a gated linear_fc1; any other name
+    unchanged."""
     m = _HALF.fullmatch(name)
     return m["name"] if m else name
 
 
 def _join_halves(path: Path, both: Mapping[str, TensorEntry]) -> TensorEntry:
-    """Join the two halves of a gated tensor, "w" above "v", into one tensor at `path`.
+    """Join the two halves of a gated tensor into one tensor at `path`, with the rows of "w" before those of "v".
+
+    `both` is {"w": one half, "v": the other}.
 
     Raises:
-        Corrupt: one is missing, or they are not alike.
+        Corrupt: one half is missing, or they differ in dtype, shape or coding.
     """
     if both.keys() != {"w", "v"} or (both["w"].dtype, both["w"].shape, both["w"].coding) != (
         both["v"].dtype,
@@ -158,9 +162,8 @@ def _join_halves(path: Path, both: Mapping[str, TensorEntry]) -> TensorEntry:
     return replace(first, shape=(2 * rows, *first.shape[1:]), path=path, chunks=out)
 
 
-def _group_by_hyperparameters(metas: Mapping[str, Mapping[Any, Any]]) -> Leaves:
-    """Return the leaves of param groups, each of the parameters with equal hyperparameters, and the step of each
-    parameter that has one.
+def _build_param_groups(metas: Mapping[str, Mapping[Any, Any]]) -> Leaves:
+    """Return the leaves of the param groups and of the steps; parameters with equal hyperparameters form one group.
 
     `metas` is {name of a parameter: {path inside its entry of param_to_group_meta: value}}.
     """

@@ -22,17 +22,17 @@ __all__ = [
     "RANK",
     "TRAINER",
     "Key",
-    "args_of_data",
-    "common_tree",
-    "data_of_args",
-    "group_members",
+    "assign_group_members",
+    "find_model_file",
+    "from_plain_args",
     "has_no_weight_decay",
-    "model_file",
     "name_param_groups",
+    "parse_common_state",
     "parse_key",
-    "path_of_object",
+    "parse_object_key",
     "replace_unnamed_optimizer",
-    "unstacked_name",
+    "to_plain_args",
+    "unstack_name",
 ]
 
 #: `Checkpoint.trainer` of all dialects.
@@ -71,22 +71,28 @@ class Key:
     group: str | None = None
 
     def of_layer(self, i: int) -> Path:
-        """Return the canonical path of layer `i` of a tensor whose first axis counts the layers."""
-        return tuple(unstacked_name(p, i) if isinstance(p, str) else p for p in self.path)
+        """Return the canonical path of the tensor of layer `i`, where the first axis of this key's tensor counts the
+        layers."""
+        return tuple(unstack_name(p, i) if isinstance(p, str) else p for p in self.path)
 
 
-def model_file(source: Source, folder: str) -> str | None:
-    """Return the name of the file with the model in a folder of a model-parallel rank, of the format before
-    dist_checkpointing; None where the folder is none of a rank, or has no such file."""
+def find_model_file(source: Source, folder: str) -> str | None:
+    """Return the name of the file with the model in the folder of a model-parallel rank, in the format before
+    torch_dist.
+
+    It is None if the folder is not that of a rank, or has no such file.
+    """
     if not RANK.fullmatch(folder) or not source.glance(folder)[0]:
         return None
     inside = source.list(folder)
     return next((n for n in ("model_optim_rng.pt", MODEL_OF_2023) if n in inside), None)
 
 
-def unstacked_name(name: str, i: int) -> str:
-    """Return the name of layer `i`'s parameter: "decoder.layers.mlp.x", which all layers share, becomes
-    "decoder.layers.3.mlp.x"; a name without layers, or with a number, stays as it is."""
+def unstack_name(name: str, i: int) -> str:
+    """Return the name of the parameter in layer `i`, from the name under which all layers are stacked.
+
+    "decoder.layers.mlp.x" becomes "decoder.layers.3.mlp.x"; a name without layers, or with a number, stays unchanged.
+    """
     m = _STACKED.fullmatch(name)
     return f"{m['head']}.{i}.{m['rest']}" if m else name
 
@@ -104,9 +110,13 @@ def parse_key(key: str) -> Key:
     return Key(("model", key), _STACKED.fullmatch(key) is not None)
 
 
-def path_of_object(key: str) -> tuple[Path, int | None]:
-    """Return (canonical path of an object that ranks saved, number of the optimizer it belongs to, where several are
-    chained); the number is 0 for the only optimizer, and None for what is not its state."""
+def parse_object_key(key: str) -> tuple[Path, int | None]:
+    """Parse the key of an object that ranks saved.
+
+    Returns:
+        (canonical path of the object, number of the chained optimizer whose state it is: 0 for a single optimizer, None
+        for an object that is not optimizer state).
+    """
     m = _OBJECT.fullmatch(key)
     if m is None:
         return ("extra", key), None
@@ -123,30 +133,36 @@ def path_of_object(key: str) -> tuple[Path, int | None]:
     return ("extra", key), None
 
 
-def data_of_args(x: object) -> Any:
-    """Return the arguments of a job as plain data: a Namespace becomes a dict, a member of one of Megatron's
-    enumerations {"class": name, "value": value}. Anything else in it stays as it is."""
+def to_plain_args(x: object) -> Any:
+    """Return the arguments of a job, as unpickled, as plain data.
+
+    A Namespace becomes a dict, and a member of one of Megatron's enumerations {"class": name, "value": value}. Anything
+    else stays unchanged.
+    """
     if isinstance(x, Opaque) and x.cls == Global("argparse", "Namespace") and isinstance(x.state, dict):
-        return data_of_args(x.state)
+        return to_plain_args(x.state)
     if isinstance(x, Opaque) and x.cls in MEGATRON_ENUMS and len(x.args) == 1:
         return {"class": str(x.cls), "value": x.args[0]}
     if isinstance(x, dict):
-        return type(x)((k, data_of_args(v)) for k, v in x.items())
+        return type(x)((k, to_plain_args(v)) for k, v in x.items())
     if isinstance(x, (list, tuple)) and not isinstance(x, (Global, StoredTensor)):
-        return type(x)(data_of_args(v) for v in x)
+        return type(x)(to_plain_args(v) for v in x)
     return x
 
 
-def args_of_data(x: object) -> Any:
-    """Return, as an argparse.Namespace to be pickled, the arguments that `data_of_args` made plain data of."""
+def from_plain_args(x: object) -> Any:
+    """Return arguments in the form of `to_plain_args` as an argparse.Namespace to be pickled."""
     out = Opaque(Global("argparse", "Namespace"), ())
     out.state = _restore_enums(x)
     return out
 
 
 def _restore_enums(x: object) -> Any:
-    """Return plain data with every {"class": name, "value": value} of one of Megatron's enumerations as an object that
-    pickles as that member."""
+    """Return plain data in which each {"class": name, "value": value} is an object that pickles as that member of an
+    enumeration.
+
+    Only Megatron's own enumerations are restored.
+    """
     if isinstance(x, dict) and x.keys() == {"class", "value"}:
         of = Global(*str(x["class"]).rpartition(".")[::2])
         if of in MEGATRON_ENUMS:
@@ -158,14 +174,14 @@ def _restore_enums(x: object) -> Any:
     return x
 
 
-def common_tree(tree: object, what: str) -> dict[str, object]:
-    """Return what common.pt holds as a nested dict under canonical keys: {"scheduler": ..., "optim": ..., "extra":
+def parse_common_state(tree: object, what: str) -> dict[str, object]:
+    """Return the content of common.pt as a nested dict under canonical keys: {"scheduler": ..., "optim": ..., "extra":
     ...}.
 
-    What describes the files and not the training (`content_metadata`, `param_state_sharding_type`) is left out.
+    Entries about the files rather than the training (`content_metadata`, `param_state_sharding_type`) are left out.
 
     Args:
-        tree: what the file holds.
+        tree: the content of the file.
         what: how errors name the file.
 
     Raises:
@@ -182,11 +198,11 @@ def common_tree(tree: object, what: str) -> dict[str, object]:
         if key in ("opt_param_scheduler", "lr_scheduler"):  # verl's
             out["scheduler"] = x
         elif key == "optimizer":
-            _take_optimizer(x, out, extra, what)
+            _add_common_optimizer(x, out, extra, what)
         elif key == "iteration":
             out["trainer"] = {"iteration": x}
         elif key == "args":
-            extra["args"] = data_of_args(x)
+            extra["args"] = to_plain_args(x)
         elif key == "rng_state":
             out["rng"] = x
         elif key == "ckpttool" and isinstance(x, dict):  # what Megatron-Core has no place for (megatron/write.py)
@@ -209,14 +225,14 @@ def common_tree(tree: object, what: str) -> dict[str, object]:
     return out
 
 
-def _take_optimizer(x: object, out: dict[str, Any], extra: dict[str, Any], what: str) -> None:
-    """Add to `out` the param groups, with the step that all parameters share, and the gradient scaler of an optimizer,
-    or of several chained ones in their order; anything else in it goes to `extra`.
+def _add_common_optimizer(x: object, out: dict[str, Any], extra: dict[str, Any], what: str) -> None:
+    """Add the optimizer in common.pt, or several chained ones in their order, to the nested dict under canonical keys.
 
     Args:
         x: the entry "optimizer" of common.pt.
-        out: the nested dict under canonical keys.
-        extra: what goes below its key "extra".
+        out: the nested dict; it gets the param groups, with the step that all parameters share, and the gradient
+            scaler.
+        extra: the dict that goes under its key "extra"; it gets everything else in the optimizer.
         what: how errors name the file.
 
     Raises:
@@ -267,12 +283,11 @@ def _take_optimizer(x: object, out: dict[str, Any], extra: dict[str, Any], what:
 
 
 def name_param_groups(leaves: Leaves, notes: list[str]) -> None:
-    """Add to `leaves` what Megatron does not save: which parameters each param group has, and each parameter's step.
-    Notes for the user are added to `notes`.
+    """Add to `leaves` what Megatron does not save: the parameters of each param group, and the step of each parameter.
 
     Megatron's param groups (megatron/core/optimizer/__init__.py, _get_param_groups) are the combinations of `wd_mult`
     (0 for biases and parameters of one dimension) and `is_expert_parallel`. Groups of other kinds keep their
-    hyperparameters and no list.
+    hyperparameters and no list of parameters. Notes for the user are added to `notes`.
     """
     found: dict[int, dict[Any, Any]] = {}
     for path, leaf in leaves.items():
@@ -286,7 +301,7 @@ def name_param_groups(leaves: Leaves, notes: list[str]) -> None:
     names = [n for n in order if n in trained] or list(trained)
     if not found or not names:
         return
-    members = group_members(found, {n: len(trained[n].shape) for n in names})
+    members = assign_group_members(found, {n: len(trained[n].shape) for n in names})
     if members is None:
         notes.append(
             "Megatron-Core saves no parameters of its param groups, and these are not told apart by weight decay and "
@@ -300,7 +315,7 @@ def name_param_groups(leaves: Leaves, notes: list[str]) -> None:
         for i, params in members.items():
             leaves["optim", "param_groups", i, "params"] = params
     steps = [g.get("step") for g in found.values()]
-    if steps[0] is not None and all(_equal_steps(s, steps[0]) for s in steps):
+    if steps[0] is not None and all(_are_steps_equal(s, steps[0]) for s in steps):
         for name in names:
             path = ("optim", "state", name, "step")
             leaves[path] = replace(steps[0], path=path) if isinstance(steps[0], TensorEntry) else steps[0]
@@ -312,13 +327,12 @@ def name_param_groups(leaves: Leaves, notes: list[str]) -> None:
 def replace_unnamed_optimizer(
     out: Checkpoint, named: Mapping[Path, Any], notes: Iterable[str], components: Collection[str]
 ) -> None:
-    """Change a checkpoint in place: the optimizer's tensors whose parameters were not known are replaced by those in
-    `named`.
+    """Replace the optimizer's tensors of unknown parameters by those in `named`; the checkpoint is changed in place.
 
     Args:
         out: the checkpoint.
         named: {canonical path: tensor or value} of the optimizer.
-        notes: notes that are added to the checkpoint.
+        notes: notes to add to the checkpoint.
         components: the components to take from `named`, such as "optim" and "extra".
     """
     out.tensors = {n: t for n, t in out.tensors.items() if BUCKETS not in t.path}
@@ -335,7 +349,7 @@ def replace_unnamed_optimizer(
     out.tensors = dict(sorted(out.tensors.items(), key=lambda row: COMPONENTS.index(str(row[1].path[0]))))
 
 
-def _equal_steps(a: object, b: object) -> bool:
+def _are_steps_equal(a: object, b: object) -> bool:
     """Return whether two steps are equal: tensors at the same place of a file, or equal numbers."""
     if isinstance(a, TensorEntry) and isinstance(b, TensorEntry):
         return bool(a.chunks[:] == b.chunks[:])
@@ -343,14 +357,15 @@ def _equal_steps(a: object, b: object) -> bool:
 
 
 def has_no_weight_decay(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether Megatron-Core, by its own rule, gives a parameter no weight decay: biases and all of one
-    dimension."""
+    """Return whether Megatron-Core's own rule gives a parameter no weight decay: it is a bias or has one dimension."""
     return len(shape) == 1 or name.endswith(".bias")
 
 
-def group_members(groups: Mapping[int, Mapping[Any, Any]], dims: Mapping[str, int]) -> dict[int, list[str]] | None:
-    """Return {number of a param group: its parameters} by Megatron-Core's rule; None where the groups do not follow
-    from it.
+def assign_group_members(
+    groups: Mapping[int, Mapping[Any, Any]], dims: Mapping[str, int]
+) -> dict[int, list[str]] | None:
+    """Return {number of a param group: its parameters} by Megatron-Core's rule; None if the rule does not fit the
+    groups.
 
     Args:
         groups: {number of a param group: its hyperparameters}.

@@ -12,13 +12,13 @@ __all__ = ["add_box", "take_layer", "unflatten_ranges"]
 
 
 def add_box(out: Chunks, t: TensorEntry, row: int, start: tuple[int, ...], shape: tuple[int, ...], at: int) -> None:
-    """Add to `out` a box that is contiguous in one chunk of a tensor.
+    """Add to `out` a box whose elements are contiguous in one chunk of a tensor.
 
     Args:
         out: the chunks to add to.
-        t: the tensor, with the place of its chunks in files known.
-        row: which of its chunks.
-        start: where the box begins in the tensor that `out` is of.
+        t: the tensor, whose chunks have their byte ranges in files.
+        row: the number of the chunk.
+        start: the start of the box in the tensor to which `out` belongs.
         shape: the shape of the box.
         at: the element of the chunk at which the box begins.
 
@@ -35,8 +35,9 @@ def add_box(out: Chunks, t: TensorEntry, row: int, start: tuple[int, ...], shape
 
 
 def take_layer(t: TensorEntry, i: int) -> TensorEntry:
-    """Return layer `i` of a tensor whose first axis counts the layers, and whose chunks are located in files. The path
-    of the result is empty.
+    """Return layer `i` of a tensor whose first axis counts the layers, with an empty path.
+
+    The tensor must have its byte ranges in files.
 
     Raises:
         Corrupt: a chunk is compressed or strided.
@@ -49,10 +50,11 @@ def take_layer(t: TensorEntry, i: int) -> TensorEntry:
 
 
 def unflatten_ranges(t: TensorEntry, whole: tuple[int, ...], what: str) -> TensorEntry:
-    """Return a tensor of shape [X/x, Y/y, .., x*y*..], located in files, as one of shape [X, Y, ..].
+    """Return a tensor of shape [X/x, Y/y, .., x*y*..], which has its byte ranges in files, as one of shape [X, Y, ..].
 
-    Megatron-Core before 0.14 cut it into boxes [x, y, ..], one a combination of tensor- and pipeline-parallel ranks,
-    flattened each, and cut that among the data-parallel ranks (strategies/torch.py of 0.12, mcore_to_pyt_state_dict).
+    Megatron-Core before 0.14 cut tensors into boxes [x, y, ..], one for each combination of tensor- and
+    pipeline-parallel ranks, flattened each box, and cut that among the data-parallel ranks (strategies/torch.py of
+    0.12, mcore_to_pyt_state_dict).
 
     Args:
         t: the tensor as it is stored.
@@ -60,7 +62,7 @@ def unflatten_ranges(t: TensorEntry, whole: tuple[int, ...], what: str) -> Tenso
         what: how errors name it.
 
     Raises:
-        Corrupt: the two shapes do not go together, or a chunk is compressed or strided.
+        Corrupt: the two shapes contradict one another, or a chunk is compressed or strided.
     """
     grid, n = t.shape[:-1], t.shape[-1] if t.shape else 0
     if len(grid) != len(whole) or not all(grid) or any(a % b for a, b in zip(whole, grid, strict=True)):

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpttool.engine.conservation import list_changed_values
-from ckpttool.engine.copy.stream import small
-from ckpttool.engine.transform.remainders import name_masters
+from ckpttool.engine.copy.stream import read_small_tensors
+from ckpttool.engine.transform.remainders import move_masters_to_extra
 from ckpttool.errors import Unsupported, argument
 from ckpttool.formats import torch_pickles
 from ckpttool.formats.pickles import short
@@ -33,7 +33,7 @@ from ckpttool.storage.source import Source
 
 from ..dcp import write_dcp as _dcp_write
 from ..dcp.object_items import Whole
-from .keys import args_of_data, common_tree, has_no_weight_decay, name_param_groups
+from .keys import from_plain_args, has_no_weight_decay, name_param_groups, parse_common_state
 
 __all__ = ["prepare", "write"]
 
@@ -64,16 +64,18 @@ _NO_PLACE = "Megatron-Core has no place for such a tensor"
 
 
 def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
-    """Return the same state with the step of every parameter as a number instead of a tensor, since Megatron-Core keeps
-    it with the hyperparameters, and with masters under extra.master. If a step is not of a dtype of numbers, the steps
-    stay as they are."""
-    ckpt = name_masters(ckpt)
+    """Return the state in the form that Megatron-Core keeps: each parameter's step as a number, and masters at
+    extra.master.
+
+    Megatron-Core keeps the step with the hyperparameters. If the dtype of a step is not numeric, steps stay tensors.
+    """
+    ckpt = move_masters_to_extra(ckpt)
     steps = [
         n
         for n, t in ckpt.tensors.items()
         if t.path[:2] == ("optim", "state") and t.path[3:] == ("step",) and not t.shape
     ]
-    found = small(ckpt, source, steps)
+    found = read_small_tensors(ckpt, source, steps)
     numbers = {n: Value(ckpt.tensors[n].path, decode_number(ckpt.tensors[n].dtype, raw)) for n, raw in found.items()}
     if not numbers or any(v.data is None for v in numbers.values()):
         return ckpt
@@ -97,10 +99,10 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     trained = dict.fromkeys(str(t.path[2]) for t in ckpt.tensors.values() if t.path[:2] == ("optim", "state"))
     copies = []
     for name, t in ckpt.tensors.items():
-        key = _key_of_tensor(t, ckpt)
+        key = _make_tensor_key(t, ckpt)
         if key is not None:
             tree[(key,)] = tensors[name] = t
-        elif (of := _object_key(t.path)) is not None:
+        elif (of := _find_object_key(t.path)) is not None:
             objects.setdefault(of, {})[t.path[2:]] = tensors[name] = t
         else:
             dropped.append(Dropped(name, t.nbytes, _NO_PLACE))
@@ -115,9 +117,9 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 
     # values, in common.pt or in those objects
     notes: list[str] = []
-    common, made = _common_state(ckpt, trained, objects, dropped, notes, _arguments_of_config(ckpt, source, options))
+    common, made = _build_common_state(ckpt, trained, objects, dropped, notes, _derive_arguments(ckpt, source, options))
     for key, leaves in objects.items():
-        x = _whole(leaves)
+        x = _nest_leaves(leaves)
         tree[(key,)] = Whole(x) if any(isinstance(leaf, TensorEntry) for leaf in leaves.values()) else x
 
     # a folder of dcp, with two files more before .metadata, which comes last
@@ -142,7 +144,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     out.notes += notes
     out.synthesized_tensors += copies
     out.synthesized_values |= made
-    out.checkpoint.values, out.changed = _values_to_be(ckpt, common, out.dropped)
+    out.checkpoint.values, out.changed = _predict_values(ckpt, common, out.dropped)
     if not any(n.startswith(("model.decoder.", "model.embedding.", "model.encoder.")) for n in ckpt.tensors):
         out.notes.append(
             "the weights keep their names, and none is one of Megatron-Core's (decoder.layers.0...): its modules will "
@@ -155,21 +157,22 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     return out
 
 
-def _values_to_be(
+def _predict_values(
     ckpt: Checkpoint, common: dict[str, object], dropped: list[Dropped]
 ) -> tuple[dict[str, Value], dict[str, str]]:
-    """Return (the values that a reader of the folder will find, {those that differ from the source: how}): param groups
-    are those that Megatron-Core makes, and each has the step of its parameters.
+    """Return ({name: value} that a reader of the folder will find, {name of each that differs from the source's: why}).
+
+    The param groups are those that Megatron-Core makes, and each of them has the step of its parameters.
 
     Args:
         ckpt: the source.
-        common: what common.pt will hold.
-        dropped: what the folder will not hold.
+        common: the content of common.pt.
+        dropped: the state that the folder does not hold.
     """
     gone = {d.name for d in dropped}
     leaves: Leaves = {}
     if "optimizer" in common:
-        leaves |= flatten_tree(common_tree({"optimizer": common["optimizer"]}, "common.pt"))
+        leaves |= flatten_tree(parse_common_state({"optimizer": common["optimizer"]}, "common.pt"))
     leaves |= {t.path: t for t in ckpt.tensors.values() if joined(t.path) not in gone}
     name_param_groups(leaves, [])
     read = {joined(p): Value(p, x) for p, x in leaves.items() if p[0] == "optim" and not isinstance(x, TensorEntry)}
@@ -178,8 +181,8 @@ def _values_to_be(
     return {**rest, **read}, list_changed_values(before, read, "in the param groups that Megatron-Core makes")
 
 
-def _key_of_tensor(t: TensorEntry, ckpt: Checkpoint) -> str | None:
-    """Return Megatron's key of a tensor; None where it is neither a weight nor state in the weight's shape."""
+def _make_tensor_key(t: TensorEntry, ckpt: Checkpoint) -> str | None:
+    """Return Megatron's key for a tensor; None if it is neither a weight nor optimizer state in its weight's shape."""
     if t.path[0] == "model" and len(t.path) == 2:
         return str(t.path[1])
     if t.path[:2] == ("extra", "master") and len(t.path) == 3:
@@ -190,9 +193,9 @@ def _key_of_tensor(t: TensorEntry, ckpt: Checkpoint) -> str | None:
     return None
 
 
-def _object_key(path: Path) -> str | None:
-    """Return Megatron's key of the object of a rank, such as its random states, that the entry at a path belongs to;
-    None where it belongs to none."""
+def _find_object_key(path: Path) -> str | None:
+    """Return Megatron's key of the rank's object, such as random states, that contains the entry at `path`; None if
+    there is none."""
     if path[0] == "rng" and len(path) > 1 and str(path[1]).startswith("shard_"):
         return f"rng_state/{path[1]}"
     return str(path[1]) if path[0] == "extra" and len(path) > 1 and "/shard_" in str(path[1]) else None
@@ -219,13 +222,13 @@ def _sort_values(ckpt: Checkpoint, objects: dict[str, Leaves], dropped: list[Dro
 
     Args:
         ckpt: the checkpoint.
-        objects: {key: leaves} of the objects of ranks, where values that belong to one are added.
-        dropped: where values are added that have no place.
+        objects: {key: leaves} of the objects of ranks, to which the values that belong to one are added.
+        dropped: the list to which values without a place are added.
     """
     out = _Values()
     for v in ckpt.values.values():
         path, data = v.path, v.data
-        if (of := _object_key(path)) is not None:
+        if (of := _find_object_key(path)) is not None:
             objects.setdefault(of, {})[path[2:]] = data
         elif path[:2] == ("optim", "param_groups") and len(path) > 3:
             out.groups.setdefault(int(path[2]), {})[path[3:]] = data
@@ -252,12 +255,12 @@ def _sort_values(ckpt: Checkpoint, objects: dict[str, Leaves], dropped: list[Dro
     return out
 
 
-def _whole(leaves: Leaves) -> object:
-    """Return some leaves as a nested value again; the leaf at the empty path is the value itself."""
+def _nest_leaves(leaves: Leaves) -> object:
+    """Return leaves as a nested value; a leaf at the empty path is the value itself."""
     return leaves[()] if () in leaves else nest(leaves)
 
 
-def _common_state(
+def _build_common_state(
     ckpt: Checkpoint,
     trained: Mapping[str, None],
     objects: dict[str, Leaves],
@@ -265,15 +268,15 @@ def _common_state(
     notes: list[str],
     arguments: Mapping[str, object],
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """Return (what common.pt is to hold, {name: data} of the values in it that the source did not have).
+    """Return (the content of common.pt, {name: data} of the values in it that the source does not have).
 
     Args:
         ckpt: the source.
         trained: the names of parameters with optimizer state.
-        objects: {key: leaves} of the objects of ranks, where values that belong to one are added.
-        dropped: where values are added that have no place.
-        notes: where notes for the user are added.
-        arguments: those of a job that loads it, where the source has none.
+        objects: {key: leaves} of the objects of ranks, to which the values that belong to one are added.
+        dropped: the list to which values without a place are added.
+        notes: the list to which notes for the user are added.
+        arguments: the arguments of a job to write if the source has none.
 
     Raises:
         Unsupported: steps or param groups are not those that Megatron-Core can have.
@@ -289,7 +292,7 @@ def _common_state(
             "data begins at its start"
         )
     if isinstance(out.get("args"), dict) and all(isinstance(k, str) for k in out["args"]):
-        out["args"] = args_of_data(out["args"])
+        out["args"] = from_plain_args(out["args"])
     elif "args" in out:  # what another program calls so
         found.ours |= {("extra", *p): x for p, x in found.extra.items() if p[0] == "args"}
         del out["args"]
@@ -300,22 +303,22 @@ def _common_state(
         out["iteration"] = step_count(ckpt.value) or 0
         if not any(p[:2] == ("trainer", "iteration") for p in found.ours):  # what another program calls so
             made["trainer.iteration"] = out["iteration"]
-    if found.scaler and not isinstance(_whole(found.scaler), dict):  # a job in fp16 loads a dict, or nothing
+    if found.scaler and not isinstance(_nest_leaves(found.scaler), dict):  # a job in fp16 loads a dict, or nothing
         found.ours |= {("scaler", *p): x for p, x in found.scaler.items()}
         found.scaler = {}
     if found.groups or trained:
-        out["optimizer"] = _optimizer_state(ckpt, found, notes)
+        out["optimizer"] = _build_optimizer_state(ckpt, found, notes)
     elif found.scaler:
         found.ours |= {("scaler", *p): x for p, x in found.scaler.items()}
     if {p[0] for p in found.scheduler if p} & _SCHEDULE:
-        out["opt_param_scheduler"] = _whole(found.scheduler)
+        out["opt_param_scheduler"] = _nest_leaves(found.scheduler)
     else:
         found.ours |= {("scheduler", *p): x for p, x in found.scheduler.items()}
     if "optimizer" in out and "opt_param_scheduler" not in out:
         for path in [p for p in found.ours if p[0] == "scheduler" and (len(p) == 1 or isinstance(p[1], int))]:
             del found.ours[path]
             dropped.append(Dropped(joined(path), 0, _BESIDE_NAMES))
-        out["opt_param_scheduler"] = schedule = _constant_schedule(out["optimizer"])
+        out["opt_param_scheduler"] = schedule = _make_constant_schedule(out["optimizer"])
         made |= {f"scheduler.{k}": x for k, x in schedule.items()}
         notes.append(
             "Megatron-Core has no place for another trainer's schedule, and loads none of its optimizer without one: "
@@ -328,18 +331,18 @@ def _common_state(
     return out, made
 
 
-def _arguments_of_config(ckpt: Checkpoint, source: Source, options: WriteOptions) -> dict[str, object]:
-    """Return the arguments that Megatron-LM looks at when it loads a checkpoint, as config.json says them by the
-    premises of the map of its model; {} where the source has its own, or there is no map for its model.
+def _derive_arguments(ckpt: Checkpoint, source: Source, options: WriteOptions) -> dict[str, object]:
+    """Return {argument: value} of those that Megatron-LM reads when it loads a checkpoint, derived from config.json.
 
-    Its `load_checkpoint` compares layers, width and heads, and reads random states unless `no_save_rng` is set
-    (training/checkpointing.py of 2026); `--use-checkpoint-args` takes the others.
+    They follow from the premises of the map of the model; {} if the source has arguments of its own, or there is no map
+    for its model. Megatron-LM's `load_checkpoint` compares layers, width and heads, and reads random states unless
+    `no_save_rng` is set (training/checkpointing.py of 2026); `--use-checkpoint-args` takes the others.
     """
     if ckpt.arguments or any(v.path[:2] == ("extra", "args") for v in ckpt.values.values()):
         return {}
     config = model_files.find_model_files(source, options.config, [])[0] or {}
     names = [str(t.path[1]) for t in ckpt.tensors.values() if t.path[0] == "model"]
-    known = [m for m in map(maps.load, _MAPS) if config.get("model_type") in m.models]
+    known = [m for m in map(maps.load_map, _MAPS) if config.get("model_type") in m.models]
     found = next((m for m in known if all(fnmatch.filter(names, glob) for glob in m.needed)), None)
     if found is None:
         return {}
@@ -361,9 +364,12 @@ def _arguments_of_config(ckpt: Checkpoint, source: Source, options: WriteOptions
     }
 
 
-def _constant_schedule(optimizer: Any) -> dict[str, object]:
-    """Return the state of an OptimizerParamScheduler that keeps the learning rate and weight decay of the param groups
-    (optimizer_param_scheduler.py); `optimizer` is its part of common.pt."""
+def _make_constant_schedule(optimizer: Any) -> dict[str, object]:
+    """Return the state of an OptimizerParamScheduler that keeps learning rate and weight decay as the param groups have
+    them.
+
+    `optimizer` is the optimizer's part of common.pt. The format is that of optimizer_param_scheduler.py.
+    """
     groups = (optimizer if "optimizer" in optimizer else optimizer[0])["optimizer"]["param_groups"]
     lr, decay = groups[0].get("lr", 0.0), max(g.get("weight_decay", 0.0) for g in groups)
     return {
@@ -380,7 +386,7 @@ def _constant_schedule(optimizer: Any) -> dict[str, object]:
     }
 
 
-def _optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str]) -> object:
+def _build_optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str]) -> object:
     """Return the optimizer's part of common.pt: one optimizer, or {number: optimizer} where several are chained. Notes
     for the user are added to `notes`.
 
@@ -425,7 +431,7 @@ def _optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str]) -> obj
             )
 
     # one optimizer, or a chain of several
-    scaler = _whole(values.scaler) if values.scaler else None
+    scaler = _nest_leaves(values.scaler) if values.scaler else None
     chain = []
     numbers = [n if type(n := g.get("chained")) is int else 0 for g in found]
     for number in sorted(set(numbers)):
@@ -440,18 +446,20 @@ def _optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str]) -> obj
 def _to_megatron_groups(
     ckpt: Checkpoint, groups: list[dict[str, Any]], members: list[list[str]], notes: list[str]
 ) -> tuple[list[dict[str, Any]], list[list[str]]]:
-    """Turn the param groups of another trainer into Megatron-Core's two, with weight decay and without; return
-    ([hyperparameters], [names of parameters]) of these.
+    """Turn the param groups of another trainer into Megatron-Core's two: with weight decay and without.
 
     Args:
         ckpt: the source, for the shapes of its weights.
         groups: the hyperparameters of each of its param groups.
         members: the names of the parameters of each.
-        notes: where a note is added if a parameter loses its weight decay.
+        notes: the list to which a note is added if a parameter loses its weight decay.
+
+    Returns:
+        ([hyperparameters of each group], [names of the parameters of each group]).
 
     Raises:
-        Unsupported: the groups differ in more than weight decay, one has no number there, a parameter would get some
-            that has none, or there are no groups.
+        Unsupported: the groups differ in more than weight decay, a weight decay is not a number, a parameter without
+            weight decay would get one, or there are no groups.
     """
     alike = [{k: x for k, x in g.items() if k not in ("weight_decay", "param_names")} for g in groups]
     if not alike:

@@ -39,13 +39,15 @@ __all__ = ["LAYOUTS"]
 
 
 def detect(where: Place) -> tuple[bool, str]:
-    """Return whether a place is a folder with metadata.pkl, or with model_0.pt and the same of other items; and, as
-    text, why or why not."""
+    """Return (whether a place is a folder of torch_checkpointing; why or why not, as text).
+
+    It is one if it has metadata.pkl and a file of rank 0, or model_0.pt and files of rank 0 of other items.
+    """
     if where.file is not None:
         return False, "a folder; this is a file"
     names = where.source.list()
     if METADATA in names:
-        first = next(_first_files(where.source, names), None)
+        first = next(_find_rank0_files(where.source, names), None)
         return first is not None, f"has {METADATA} and {first}" if first else f"{METADATA}, but no <item>_0.pt"
     items = {
         m["item"]
@@ -57,8 +59,9 @@ def detect(where: Place) -> tuple[bool, str]:
     return False, f"no {METADATA}, no <item>_<rank>.pt of a model and of other items"
 
 
-def _first_files(source: Source, names: list[str]) -> Iterator[str]:
-    """Yield the files of rank 0, in the folder or in one below it; `names` are those in the folder."""
+def _find_rank0_files(source: Source, names: list[str]) -> Iterator[str]:
+    """Yield the paths of the files of rank 0 in the folder or in one of its subfolders; `names` are the names in the
+    folder."""
     for name in names:
         if (m := FILE.fullmatch(name)) and int(m["rank"]) == 0:
             yield name
@@ -72,7 +75,8 @@ _ITEM = re.compile(r"[A-Za-z0-9_-]+_\d{1,7}\.(pt|safetensors|json)|metadata\.pkl
 
 
 def _next_step(advice: Advice) -> str:
-    """Return a text on whether the package's own manager loads the folder, and how it does at another world size."""
+    """Return advice for the user: whether the package's manager loads the folder, and the command for another world
+    size."""
     again = advice.convert("--to torch_checkpointing -n RANKS")
     if METADATA in advice.ckpt.files:
         return (
@@ -82,16 +86,16 @@ def _next_step(advice: Advice) -> str:
     return f"resumes in its job at {advice.ranks}; at another world size: {again}"
 
 
-def _unfinished(folder: SeenFolder) -> Unfinished | None:
-    """Return what shows that a save did not end: a folder with files of items still has the temporary name. None where
-    nothing does."""
+def _find_unfinished_save(folder: SeenFolder) -> Unfinished | None:
+    """Return the evidence that a save did not finish: a folder with files of items still has its temporary name.
+    Else None."""
     if folder.layout is None and folder.is_temporary and any(map(_ITEM.fullmatch, folder.names)):
         return Unfinished(folder.STILL_WRITTEN, "torch_checkpointing")
     return None
 
 
 def _is_piece(source: Source, name: str) -> bool:
-    """Return whether a file is one item of one rank, beside metadata.pkl."""
+    """Return whether a file is that of one item and rank, in a folder with metadata.pkl."""
     # a server may have no listing of the folder
     return bool(_ITEM.fullmatch(name)) and not source.root.startswith("http") and METADATA in source.list()
 
@@ -135,6 +139,6 @@ LAYOUTS = (
         writer_uses=("world_size",),
         needs_named_optimizer=True,
         sharding="fsdp2",
-        program=Program(rows=_ROWS, next_step=_next_step, unfinished=_unfinished, is_piece=_is_piece),
+        program=Program(rows=_ROWS, next_step=_next_step, unfinished=_find_unfinished_save, is_piece=_is_piece),
     ),
 )

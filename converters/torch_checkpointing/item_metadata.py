@@ -30,7 +30,7 @@ from typing import Any
 from ckpttool import bounded_json
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.formats import pickles
-from ckpttool.formats.placements import PlacementCut, ShardPiece, local_pieces
+from ckpttool.formats.placements import PlacementCut, ShardPiece, compute_local_pieces
 from ckpttool.storage.source import Source
 
 from .filenames import METADATA
@@ -59,11 +59,12 @@ class Placed:
     is_dtensor: bool
 
     def pieces(self, rank: int) -> tuple[list[ShardPiece], tuple[int, ...] | None]:
-        """Return (the boxes that a rank has, the shape of its local tensor or None where that is not said).
+        """Return (the boxes of the tensor that a rank has, the shape of its local tensor or None if the metadata has
+        none).
 
         Raises:
-            Unsupported: a placement that a checkpoint cannot hold. ValueError, KeyError, TypeError, IndexError: not
-                such metadata.
+            Unsupported: a checkpoint cannot hold such a placement.
+            ValueError, KeyError, TypeError, IndexError: the metadata has another form.
         """
         if not self.is_dtensor:
             rows = zip(self.data["global_offsets"], self.data["local_offsets"], self.data["local_sizes"], strict=True)
@@ -72,7 +73,7 @@ class Placed:
         sizes, ranks = _parse_integers(mesh["mesh_shape"]), _parse_integers(mesh["mesh_data"])
         if prod(sizes) != len(ranks):
             raise ValueError(f"a mesh of {sizes} with {len(ranks)} ranks")
-        place = _ranks_in_mesh(ranks)[rank]
+        place = _index_mesh_ranks(ranks)[rank]
         at: list[int] = []
         for n in reversed(sizes):
             place, k = divmod(place, n)
@@ -87,11 +88,11 @@ class Placed:
             cuts.append(
                 PlacementCut(placement["dim"], n, k, placement["split_factor"] if kind == "StridedShard" else 1)
             )
-        return local_pieces(self.shape, cuts)
+        return compute_local_pieces(self.shape, cuts)
 
 
 @lru_cache(64)
-def _ranks_in_mesh(ranks: tuple[int, ...]) -> dict[int, int]:
+def _index_mesh_ranks(ranks: tuple[int, ...]) -> dict[int, int]:
     """Return {rank: its position in the flattened mesh}; cached, since tensors share their meshes."""
     return {rank: k for k, rank in enumerate(ranks)}
 
@@ -117,11 +118,12 @@ class Item:
 
 
 def read_metadata(source: Source) -> tuple[int, dict[str, Item]]:
-    """Return (world size, {name: item}) of a folder's metadata.pkl.
+    """Return (world size, {name: item}) from a folder's metadata.pkl.
 
     Raises:
-        Corrupt: it is none. Unsafe: it would run code. Unsupported: a type of metadata or of file that 0.1.1 does not
-            have.
+        Corrupt: the file is empty, or is not metadata of torch_checkpointing.
+        Unsafe: it would run code.
+        Unsupported: it has a type of metadata or of file that torch_checkpointing 0.1.1 does not have.
     """
     what = f"{source.root}/{METADATA}"
     data = source.read_all(METADATA, _MOST_BYTES)
@@ -137,11 +139,11 @@ def read_metadata(source: Source) -> tuple[int, dict[str, Item]]:
 
 
 def _parse_metadata(found: Any, what: str) -> tuple[int, dict[str, Item]]:
-    """Return (world size, {name: item}) of what was unpickled from metadata.pkl, which `what` names in messages.
+    """Return (world size, {name: item}) of the unpickled metadata.pkl; `what` is the path of the file, for errors.
 
     Raises:
-        Unsupported: another version, type of metadata or of file. KeyError, TypeError, ValueError, AttributeError: not
-            such metadata.
+        Unsupported: it has another version, or another type of metadata or of file.
+        KeyError, TypeError, ValueError, AttributeError: it has another form.
     """
     world, version = found["world_size"], found.get("version", "1.0")
     if type(world) is not int or not 0 < world <= _MOST_RANKS:
@@ -155,32 +157,32 @@ def _parse_metadata(found: Any, what: str) -> tuple[int, dict[str, Item]]:
     if version == "1.0":
         for rank, layouts in found["rank_to_layout_info_mappings"].items():
             for name, layout in layouts.items():
-                items.setdefault(name, Item()).files[int(rank)] = _file_of_rank(name, int(rank), layout, what)
+                items.setdefault(name, Item()).files[int(rank)] = _parse_file_layout(name, int(rank), layout, what)
         for text, groups in found["metadata"].items():
             name, *path = bounded_json.parse(text.encode(), what)
-            items[name].tensors[tuple(map(str, path))] = [_parse_placed(g, what) for g in groups]
+            items[name].tensors[tuple(map(str, path))] = [_parse_sharding_entry(g, what) for g in groups]
         return world, items
     for name, data in found["metadata"].items():
         item = items[name] = Item()
         for rank, layout in data["rank_to_layout_info"].items():
-            item.files[int(rank)] = _file_of_rank(name, int(rank), layout, what)
+            item.files[int(rank)] = _parse_file_layout(name, int(rank), layout, what)
         for text, groups in data["nested_path_to_metadata"].items():
             item.tensors[tuple(map(str, bounded_json.parse(text.encode(), what)))] = [
-                _parse_placed(g, what) for g in groups
+                _parse_sharding_entry(g, what) for g in groups
             ]
         if missing := sorted(set(range(world)) - set(item.files)):
             raise ValueError(f'"{name}" has no file for rank {missing[0]}')
     return world, items
 
 
-def _file_of_rank(name: str, rank: int, layout: Any, what: str) -> tuple[str, str]:
-    """Return (the file of a rank, its kind: "pt", "safetensors", "json" or "raw").
+def _parse_file_layout(name: str, rank: int, layout: Any, what: str) -> tuple[str, str]:
+    """Return (path of a rank's file of an item, its kind: "pt", "safetensors", "json" or "raw").
 
     Args:
-        name: of the item.
+        name: the name of the item.
         rank: the rank.
-        layout: what metadata.pkl says of the file; None: it has the usual name.
-        what: name of metadata.pkl in messages.
+        layout: the description of the file in metadata.pkl; None: it has the usual name.
+        what: the path of metadata.pkl, for errors.
 
     Raises:
         Unsupported: the file is of another kind.
@@ -197,12 +199,13 @@ def _file_of_rank(name: str, rank: int, layout: Any, what: str) -> tuple[str, st
     return layout["file_path"], kind
 
 
-def _parse_placed(group: Any, what: str) -> Placed:
-    """Return what a group of ranks has of a tensor, as an entry of metadata.pkl, which `what` names in messages, says
-    it.
+def _parse_sharding_entry(group: Any, what: str) -> Placed:
+    """Return what a group of ranks has of a tensor, from an entry of metadata.pkl; `what` is the path of that, for
+    errors.
 
     Raises:
-        Unsupported: a class of the job describes it. KeyError, TypeError, ValueError: not such metadata.
+        Unsupported: the entry is of a class of the job's own.
+        KeyError, TypeError, ValueError: it has another form.
     """
     meta = group["sharding_metadata"]
     kind, data = meta["type"], meta["data"]

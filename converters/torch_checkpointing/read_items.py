@@ -10,7 +10,7 @@ from ckpttool import bounded_json
 from ckpttool.errors import Corrupt, Unsafe, Unsupported, argument
 from ckpttool.formats import safetensors_header, stored_tensors
 from ckpttool.formats.pickles import short
-from ckpttool.formats.sharded import is_sharded, local_tensor
+from ckpttool.formats.sharded import get_local_tensor, is_sharded
 from ckpttool.formats.stored_tensors import Storage, StoredTensor
 from ckpttool.formats.subclasses import is_subclass, split_subclass
 from ckpttool.index import boxes
@@ -21,17 +21,25 @@ from ckpttool.index.checkpoint import (
     Path,
     TensorEntry,
     joined,
-    of_rank,
+    make_per_rank_path,
     same_bytes,
     same_value,
 )
 from ckpttool.index.composites import class_label, shape_of
-from ckpttool.index.names import ROLES, canonical
+from ckpttool.index.names import ROLES, make_canonical_state
 from ckpttool.index.records import Records
 from ckpttool.layouts import Place, ReadOptions, checkpoint_of, known_orders
 from ckpttool.storage.source import Source
 
-from ..rank_files import Files, Rank, assemble_tensor, compare_replicas, load, merge_other_state, record_other_copies
+from ..rank_files import (
+    Files,
+    Rank,
+    assemble_tensor,
+    compare_replicas,
+    load_rank_file,
+    merge_other_state,
+    record_other_copies,
+)
 from .filenames import FILE, METADATA
 from .item_metadata import Item, Placed, read_metadata
 
@@ -44,9 +52,10 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     """Return the index of a folder.
 
     Raises:
-        Corrupt: files of ranks are missing, or they and metadata.pkl are not of one save. Unsafe: a pickle would run
-            code.
-        Unsupported: plain tensors of several ranks, of which nothing tells the part; or an object of a tensor subclass.
+        Corrupt: files of ranks are missing, or they and metadata.pkl are from different saves.
+        Unsafe: a pickle would run code.
+        Unsupported: it is not known which parts of a whole the plain tensors of several ranks are, or there is an
+            object of a tensor subclass.
     """
     source = where.source
     world, described = read_metadata(source) if source.exists(METADATA) else (None, {})
@@ -60,7 +69,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         items, key=lambda n: ("model", "optim").index(r) if (r := ROLES.get(n)) in ("model", "optim") else 2
     ):
         leaves |= reading.read_item(name, items[name], leaves)
-    named = canonical(
+    named = make_canonical_state(
         leaves, shape_of, options.like and options.like.optimizer, same_bytes, options.only, known_orders(options)
     )
     files = reading.files
@@ -73,9 +82,12 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     return out
 
 
-def _is_needed(item: str, only: frozenset[str] | None) -> bool:
-    """Return whether an item (a file per rank: "model", "optimizer", ...) must be read for the components `only`; None
-    stands for all. Weights always must, since they name the parameters of an optimizer."""
+def _is_item_needed(item: str, only: frozenset[str] | None) -> bool:
+    """Return whether an item, such as "model" or "optimizer", must be read for the components `only`; None: for all of
+    them.
+
+    The model always must be, since it names the parameters of an optimizer.
+    """
     role = ROLES.get(item)
     return only is None or role == "model" or (role in only if role else bool(only - {"model", "optim"}))
 
@@ -83,14 +95,13 @@ def _is_needed(item: str, only: frozenset[str] | None) -> bool:
 def _find_items(
     source: Source, world: int | None, described: Mapping[str, Item], only: frozenset[str] | None
 ) -> dict[str, Item]:
-    """Return {name: item} of a folder, as far as asked for: those of metadata.pkl, and those that it lacks, by the
-    names of files.
+    """Return {name: item} of the items to read: those in metadata.pkl, and others that the names of files show.
 
     Args:
         source: the folder.
-        world: number of ranks by metadata.pkl; None where there is none.
-        described: {name: item} of metadata.pkl.
-        only: the components that are asked for; None stands for all.
+        world: the number of ranks by metadata.pkl; None if there is no such file.
+        described: {name: item} from metadata.pkl.
+        only: the components to read; None: all.
 
     Raises:
         Corrupt: a file of a rank is missing or empty, or two files belong to one rank.
@@ -111,7 +122,7 @@ def _find_items(
                 code="CKPT0411",
             )
     for name, item in list(out.items()):
-        if not _is_needed(name, only):
+        if not _is_item_needed(name, only):
             del out[name]
             continue
         ranks = set(item.files)
@@ -150,25 +161,31 @@ class _Reading:
     _names: dict[int, dict[str, tuple[str, ...]]] = field(default_factory=dict)
 
     def read_item(self, name: str, item: Item, taken: Mapping[Path, object]) -> dict[Path, object]:
-        """Return {path: TensorEntry or value} of an item. `taken` are the leaves of the items read before.
+        """Return {path: TensorEntry or value} of an item.
+
+        Args:
+            name: the name of the item.
+            item: its files, and its tensors by metadata.pkl.
+            taken: the leaves of the items read before.
 
         Raises:
-            Corrupt: files of ranks and metadata.pkl are not of one save. Unsafe: a pickle would run code.
-            Unsupported: nothing tells how ranks' plain tensors belong together, or one is an object of a tensor
-                subclass.
+            Corrupt: files of ranks and metadata.pkl are from different saves.
+            Unsafe: a pickle would run code.
+            Unsupported: it is not known which parts of a whole the ranks' plain tensors are, or one is an object of a
+                tensor subclass.
         """
         ranks = [
-            Rank(self.files.number(file), rank, self._read_tree(file, kind))
+            Rank(self.files.number(file), rank, self._read_file_tree(file, kind))
             for rank, (file, kind) in sorted(item.files.items())
         ]
         self.ranks |= {r.file: r.rank for r in ranks}
         flat = [stored_tensors.flatten_tree(r.tree) for r in ranks]
-        self._refuse_subclasses(name, ranks, flat)
+        self._refuse_tensor_subclasses(name, ranks, flat)
         in_one = any(kind == "safetensors" for _, kind in item.files.values())  # paths are joined by dots
         sharded = any(is_sharded(x) for leaves in flat for x in leaves.values())
         if not item.tensors and not sharded and ROLES.get(name) not in ("model", "optim"):
             return merge_other_state(self.files, {name: [r._replace(tree={name: r.tree}) for r in ranks]}, taken)
-        by_text = [{self._metadata_key(item, p): (p, x) for p, x in leaves.items()} for leaves in flat]
+        by_text = [{self._find_metadata_key(item, p): (p, x) for p, x in leaves.items()} for leaves in flat]
         out: dict[Path, object] = {}
         for key in dict.fromkeys([*(k for leaves in by_text for k in leaves), *item.tensors]):
             column = [(r, *leaves[key]) for r, leaves in zip(ranks, by_text, strict=True) if key in leaves]
@@ -182,25 +199,25 @@ class _Reading:
                     self.files, [r for r, _, _ in column], joined(path), [x for _, _, x in column]
                 )
             elif any(isinstance(x, StoredTensor) for _, _, x in column):
-                out[path] = self._copy_of_ranks(path, [(r, x) for r, _, x in column])
+                out[path] = self._read_common_tensor(path, [(r, x) for r, _, x in column])
             else:
-                out |= self._value_of_ranks(path, [(r, x) for r, _, x in column])
+                out |= self._merge_values(path, [(r, x) for r, _, x in column])
         return out
 
-    def _refuse_subclasses(self, item: str, ranks: list[Rank], flat: list[dict[Path, Any]]) -> None:
-        """Refuse objects of tensor subclasses, whose parts on other ranks nothing describes.
+    def _refuse_tensor_subclasses(self, item: str, ranks: list[Rank], flat: list[dict[Path, Any]]) -> None:
+        """Refuse objects of tensor subclasses, since no metadata describes their parts on other ranks.
 
         Args:
-            item: its name.
+            item: the name of the item.
             ranks: what each rank has of it.
-            flat: by rank, {path: leaf}.
+            flat: for each rank, {path: leaf}.
 
         Raises:
-            Unsupported: with the class of the first.
+            Unsupported: the error names the class of the first such object.
         """
         for r, leaves in zip(ranks, flat, strict=True):
             for path, x in leaves.items():
-                inside = local_tensor(x) if is_sharded(x) else x
+                inside = get_local_tensor(x) if is_sharded(x) else x
                 if is_subclass(inside):
                     about, _ = split_subclass(inside, StoredTensor, self.files.path(r.file))
                     raise Unsupported(
@@ -210,33 +227,35 @@ class _Reading:
                         code="CKPT0319",
                     )
 
-    def _read_tree(self, file: str, kind: str) -> object:
-        """Return what a file holds; tensors of safetensors as those of torch. `kind` is "pt", "safetensors", "json" or
-        "raw"."""
+    def _read_file_tree(self, file: str, kind: str) -> object:
+        """Return the content of a file of the kind "pt", "safetensors", "json" or "raw".
+
+        A safetensors file gives {name: StoredTensor}, a raw one bytes.
+        """
         what = f"{self.source.root}/{file}"
         if kind == "pt":
-            return load(self.files, file)
+            return load_rank_file(self.files, file)
         if kind == "json":
             return bounded_json.parse(self.source.read_all(file, _MOST_JSON), what)
         if kind == "raw":
             return self.source.read_all(file, _MOST_RAW)
         return {
             name: StoredTensor(s.dtype, s.shape, boxes.strides(s.shape), Storage(None, s.offset, s.length, None), 0)
-            for name, s in safetensors_header.slots(self.source, file).items()
+            for name, s in safetensors_header.read_slots(self.source, file).items()
         }
 
-    def _metadata_key(self, item: Item, path: Path) -> tuple[str, ...]:
-        """Return the path of a leaf as metadata.pkl has it; files of safetensors have only the path joined by dots."""
+    def _find_metadata_key(self, item: Item, path: Path) -> tuple[str, ...]:
+        """Return the path of a leaf as metadata.pkl has it; a safetensors file has only the path joined by dots."""
         key = tuple(map(str, path))
         if key in item.tensors or not item.tensors:
             return key
-        return self._joined_keys(item).get(".".join(key), key)
+        return self._index_joined_keys(item).get(".".join(key), key)
 
-    def _joined_keys(self, item: Item) -> dict[str, tuple[str, ...]]:
-        """Return {path joined by dots: path} of the tensors of an item.
+    def _index_joined_keys(self, item: Item) -> dict[str, tuple[str, ...]]:
+        """Return {path joined by dots: path} of an item's tensors in metadata.pkl.
 
         Raises:
-            Unsafe: two have the same name.
+            Unsafe: two paths are equal when they are joined.
         """
         found = self._names.get(id(item))
         if found is None:
@@ -254,12 +273,13 @@ class _Reading:
         """Assemble a tensor from its ranks' parts as metadata.pkl lists them.
 
         Args:
-            path: of the tensor, in the tree.
-            groups: what each group of ranks has, by metadata.pkl.
+            path: the path of the tensor.
+            groups: what each group of ranks has of it, by metadata.pkl.
             found: {number of a rank: (rank, what its file holds)}.
 
         Raises:
-            Corrupt: files and metadata contradict. Unsupported: a placement that no checkpoint can hold.
+            Corrupt: files and metadata contradict one another.
+            Unsupported: a checkpoint cannot hold such a placement.
         """
         name, what = joined(path), f"{self.source.root}/{METADATA}"
         shape, dtype = groups[0].shape, groups[0].dtype
@@ -292,7 +312,7 @@ class _Reading:
                         )
                     continue
                 r, x = found[rank]
-                tensor = self._local_part(name, r, x, shape, [p.start for p in pieces if all(p.shape)])
+                tensor = self._unwrap_local_tensor(name, r, x, shape, [p.start for p in pieces if all(p.shape)])
                 if tensor.dtype != dtype or (
                     local is not None and tensor.shape != local and any(all(p.shape) for p in pieces)
                 ):
@@ -314,21 +334,20 @@ class _Reading:
             )
         return TensorEntry(dtype, shape, path, chunks)
 
-    def _local_part(
+    def _unwrap_local_tensor(
         self, name: str, r: Rank, x: Any, shape: tuple[int, ...], starts: list[tuple[int, ...]]
     ) -> StoredTensor:
-        """Return a rank's own tensor: plain, or inside a DTensor, which must be of the same whole and have its boxes in
-        the same places.
+        """Return a rank's local tensor, which the file has as a plain tensor or inside a DTensor.
 
         Args:
-            name: of the tensor, for messages.
+            name: the name of the tensor, for errors.
             r: the rank.
             x: what its file holds.
-            shape: of the whole tensor, by metadata.pkl.
-            starts: where the rank's boxes begin in the whole, by metadata.pkl.
+            shape: the shape of the whole tensor, by metadata.pkl.
+            starts: the starts of the rank's boxes in the whole, by metadata.pkl.
 
         Raises:
-            Corrupt: file and metadata contradict.
+            Corrupt: it is not a tensor, or the DTensor has another shape, rank or starts than metadata.pkl.
         """
         if is_sharded(x):
             stated = self.files.shards(r.file, name, x)
@@ -345,7 +364,7 @@ class _Reading:
                     f"{METADATA} says {[list(s) for s in starts]}. The file and its metadata are from different saves.",
                     code="CKPT0409",
                 )
-            x = local_tensor(x)
+            x = get_local_tensor(x)
         if not isinstance(x, StoredTensor):
             raise Corrupt(
                 f'{self.files.path(r.file)}: "{name}" is {short(x)} there, and {METADATA} says that it is a tensor.',
@@ -354,19 +373,18 @@ class _Reading:
         return x
 
     def _add_box(self, chunks: Chunks, seen: Any, name: str, r: Rank, tensor: StoredTensor, piece: Any) -> None:
-        """Add a box of a local tensor to `chunks`, unless another rank has the same one, with whose bytes it is
-        compared.
+        """Add a box of a local tensor to `chunks`; if another rank has the same box, the bytes are compared instead.
 
         Args:
-            chunks: those of the whole tensor so far.
+            chunks: the chunks of the whole tensor so far.
             seen: {(start, shape) of a box: (number of a file, the tensor in it)} so far.
-            name: of the tensor, for messages.
+            name: the name of the tensor, for errors.
             r: the rank.
             tensor: its local tensor.
-            piece: where the box is, in the local tensor and in the whole.
+            piece: the place of the box in the local tensor and in the whole.
 
         Raises:
-            Corrupt: the box is not in the tensor.
+            Corrupt: the box is not inside the local tensor.
         """
         if len(piece.local) != len(tensor.shape) or any(
             a + n > m for a, n, m in zip(piece.local, piece.shape, tensor.shape, strict=True)
@@ -385,7 +403,7 @@ class _Reading:
         self.files.keep(r.file, tensor)
         chunks.add(piece.start, piece.shape, r.file, *part.extent, None if part.contiguous else part.strides)
 
-    def _copy_of_ranks(self, path: Path, column: list[tuple[Rank, StoredTensor]]) -> TensorEntry:
+    def _read_common_tensor(self, path: Path, column: list[tuple[Rank, StoredTensor]]) -> TensorEntry:
         """Return a plain tensor of an item that metadata.pkl does not have: one rank's, or the same on all. `column` is
         what each rank has there.
 
@@ -418,16 +436,20 @@ class _Reading:
                 self.files.notes.append(f"ranks differ in {name}: rank {r.rank}'s is read, rank {other.rank}'s is not")
         return self.files.entry(r.file, first)
 
-    def _value_of_ranks(self, path: Path, column: list[tuple[Rank, object]]) -> dict[Path, object]:
-        """Return {path: value}: once where all ranks have the same, else that of the first and the others' by rank.
-        `column` is what each rank has there.
+    def _merge_values(self, path: Path, column: list[tuple[Rank, object]]) -> dict[Path, object]:
+        """Return {path: value} of the first rank's value, and of those of other ranks that differ, below
+        extra.per_rank.<rank>.
+
+        Args:
+            path: the path of the value.
+            column: (rank, its value at that path) of each rank that has one.
 
         Raises:
             Unsupported: a DTensor is inside a tuple.
         """
         data = []
         for r, x in column:
-            if any(is_sharded(y) for y in _walk(x)):
+            if any(is_sharded(y) for y in _list_nested_values(x)):
                 raise Unsupported(
                     f'{self.files.path(r.file)}: "{joined(path)}" holds a DTensor inside a tuple, which has no name of '
                     "its own.",
@@ -441,11 +463,11 @@ class _Reading:
                 f"ranks differ in {joined(path)}: the first rank's is kept under its name, the others' as "
                 "extra.per_rank.<rank>"
             )
-        return out | {of_rank(rank, path): x for rank, x in differ}
+        return out | {make_per_rank_path(rank, path): x for rank, x in differ}
 
 
-def _walk(x: object) -> list[object]:
-    """List everything in a value, itself included."""
+def _list_nested_values(x: object) -> list[object]:
+    """Return a list of a value and all values nested in it."""
     todo, out = [x], []
     while todo:
         out.append(y := todo.pop())

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ckpttool.engine.copy.stream import small
+from ckpttool.engine.copy.stream import read_small_tensors
 from ckpttool.formats.pickle_writer import dump
 from ckpttool.formats.stored_tensors import Inline
 from ckpttool.formats.torch_pickles import TensorRef
@@ -27,7 +27,7 @@ from ckpttool.index.checkpoint import (
     same_bytes,
     tied_weights,
 )
-from ckpttool.index.draft import Draft, declare_numbers_of_files
+from ckpttool.index.draft import Draft, turn_positions_into_keys
 from ckpttool.index.names import ROLES
 from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions, tree_of
@@ -69,7 +69,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     for name, leaves in items.items():
         if ROLES.get(name) in ("model", "optim") and () not in leaves:
             out.cut_item(name, leaves)
-        elif (of_rank := _by_rank(name, leaves, ckpt, source)) is not None:
+        elif (of_rank := _split_by_rank(name, leaves, ckpt, source)) is not None:
             for rank, own in of_rank.items():
                 out.put_item(name, rank, own, first=True)
             of_ranks.add(ROLES.get(name))
@@ -88,21 +88,22 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         aliases=same,
         notes=notes,
     )
-    declare_numbers_of_files(draft, [v.path for v in ckpt.values.values() if v.path[0] in of_ranks])
+    turn_positions_into_keys(draft, [v.path for v in ckpt.values.values() if v.path[0] in of_ranks])
     return draft
 
 
-def _by_rank(
+def _split_by_rank(
     name: str, leaves: Mapping[Path, object], ckpt: Checkpoint, source: Source
 ) -> dict[int, dict[Path, object]] | None:
-    """Return {rank: {path: leaf}} of an item that ranks saved differently, such as RNG states; None of one that all
-    share.
+    """Return {rank: {path: leaf}} of an item that differs between the ranks that saved it, such as RNG states.
+
+    It is None for an item that all ranks have in common.
 
     Args:
-        name: of the item.
-        leaves: {path in it: leaf}; the paths begin with a rank if it is such an item.
-        ckpt: what is written.
-        source: where tensors in it are read, to compare them.
+        name: the name of the item.
+        leaves: {path in the item: leaf}; the paths begin with a rank if the item has state of each rank.
+        ckpt: the checkpoint to write.
+        source: the source from which tensors are read, to compare them.
     """
     if ROLES.get(name) not in ("rng", "dataloader") or not all(len(p) > 1 and str(p[0]).isdecimal() for p in leaves):
         return None
@@ -114,7 +115,7 @@ def _by_rank(
         return None
 
     names = [joined(x.path) for x in leaves.values() if isinstance(x, TensorEntry)]
-    held = small(ckpt, source, names)
+    held = read_small_tensors(ckpt, source, names)
 
     def shown(part: Mapping[Path, object]) -> dict[Path, object]:
         """Return {path: bytes of a tensor, or the value} of a rank's part."""
@@ -138,14 +139,16 @@ class _Writing:
     described: dict[str, dict[str, object]] = field(default_factory=dict)
 
     def cut_item(self, item: str, leaves: Mapping[Path, object]) -> None:
-        """Add the files of the model or the optimizer: each rank has rows of every tensor, the first one all of those
-        that are not cut. `leaves` are {path in the item: leaf}."""
+        """Add the files of the model or the optimizer, one for each rank, with some rows of every tensor.
+
+        Tensors that are not cut are in the file of rank 0. `leaves` is {path in the item: leaf}.
+        """
         described = self.described[item] = {}
         held = {p: joined(t.path) for p, t in leaves.items() if isinstance(t, TensorEntry)}
-        rows = {n: self._rows_of_ranks(self.ckpt.tensors[n]) for n in held.values()}
+        rows = {n: self._plan_rank_rows(self.ckpt.tensors[n]) for n in held.values()}
         for path, name in held.items():
             text = json.dumps([int(k) if isinstance(k, (int, Number)) else k for k in path], separators=(",", ":"))
-            described[text] = [self._describe(self.ckpt.tensors[name], self.cast[name], bool(rows[name]))]
+            described[text] = [self._describe_tensor(self.ckpt.tensors[name], self.cast[name], bool(rows[name]))]
         owners = [n for n in held.values() if n not in self.same]
         numbers: list[int] = []
         keys: list[dict[str, str]] = []  # {name: its storage} in the file of each rank
@@ -154,10 +157,10 @@ class _Writing:
             here = [
                 n
                 for n in owners
-                if self._bytes_of_rank(n, rows[n], rank) or (not rank and not self.ckpt.tensors[n].numel)
+                if self._count_rank_bytes(n, rows[n], rank) or (not rank and not self.ckpt.tensors[n].numel)
             ]
             keys.append({n: str(k) for k, n in enumerate(here)})
-            sizes = {keys[rank][n]: self._bytes_of_rank(n, rows[n], rank) for n in here}
+            sizes = {keys[rank][n]: self._count_rank_bytes(n, rows[n], rank) for n in here}
             for path, name in held.items():
                 t, dtype = self.ckpt.tensors[name], self.cast[name]
                 if not rows[name] and rank:
@@ -171,24 +174,24 @@ class _Writing:
             chunks = Chunks(len(t.shape))
             at = 0
             for rank in range(self.world):
-                n = self._bytes_of_rank(name, rows[name], rank)
+                n = self._count_rank_bytes(name, rows[name], rank)
                 shape = (rows[name][rank], *t.shape[1:]) if rows[name] else t.shape
                 if name in keys[rank]:
                     start = (at, *[0] * (len(t.shape) - 1)) if rows[name] else (0,) * len(t.shape)
                     chunks.add(start, shape, numbers[rank], self.files.offset(numbers[rank], keys[rank][name]), n)
                     at += shape[0] if rows[name] else 0
-            self._place_tensor(name, name, chunks)
+            self._record_tensor(name, name, chunks)
         for name in (n for n in held.values() if n in self.same):
-            self._place_tensor(name, name, self.tensors[self.same[name]].chunks)
+            self._record_tensor(name, name, self.tensors[self.same[name]].chunks)
 
     def put_item(self, item: str, rank: int, leaves: Mapping[Path, object], first: bool) -> None:
-        """Add the file of an item on one rank, with whole tensors.
+        """Add the file of an item on one rank, with complete tensors.
 
         Args:
-            item: its name.
+            item: the name of the item.
             rank: the rank.
             leaves: {path in the item: leaf}.
-            first: the tensors have their names here; if not, they are copies of those in the file of another rank.
+            first: whether the tensors get their own names in the draft; if not, they are copies, replica.<rank>.<name>.
         """
         tree: dict[Path, object] = {}
         keys: dict[str, str] = {}  # {name: its storage}
@@ -208,34 +211,43 @@ class _Writing:
         number = self.files.add(f"{item}_{rank}.pt", tree[()] if list(tree) == [()] else nest(tree), sizes)
         for name, key in keys.items():
             chunks = Chunks.whole(self.ckpt.tensors[name].shape, number, self.files.offset(number, key), sizes[key])
-            self._place_tensor(name if first else f"replica.{rank}.{name}", name, chunks)
+            self._record_tensor(name if first else f"replica.{rank}.{name}", name, chunks)
         for name in tied if first else ():
-            self._place_tensor(name, name, self.tensors[self.same[name]].chunks)
+            self._record_tensor(name, name, self.tensors[self.same[name]].chunks)
 
-    def _place_tensor(self, name: str, of: str, chunks: Chunks) -> None:
-        """Record where a tensor is written (`chunks`) under a name, and that it is copied from the tensor `of` of the
-        source."""
+    def _record_tensor(self, name: str, of: str, chunks: Chunks) -> None:
+        """Record that the draft's tensor `name` lies at `chunks`, and is copied from the source's tensor `of`."""
         t = self.ckpt.tensors[of]
         self.tensors[name] = replace(t, dtype=self.cast[of], chunks=chunks, coding="raw")
         self.sources[name] = t
 
-    def _rows_of_ranks(self, t: TensorEntry) -> list[int]:
-        """Return how many rows of a tensor each rank gets; empty for one that only the first has: numbers, counters,
-        what has no elements."""
+    def _plan_rank_rows(self, t: TensorEntry) -> list[int]:
+        """Return the number of rows of a tensor that each rank gets; [] if only rank 0 gets it.
+
+        Only rank 0 gets 0-dim tensors, tensors without elements, and 1-D tensors that are neither floating-point nor
+        complex.
+        """
         if not t.shape or not t.numel or (len(t.shape) == 1 and "float" not in t.dtype and "complex" not in t.dtype):
             return []
         return boxes.chunk_sizes(t.shape[0], self.world)
 
-    def _bytes_of_rank(self, name: str, rows: list[int], rank: int) -> int:
-        """Return how many bytes of a tensor a rank has. `rows` are those of all ranks; empty where the first has it
-        all."""
+    def _count_rank_bytes(self, name: str, rows: list[int], rank: int) -> int:
+        """Return the number of bytes of the tensor `name` in a rank's file.
+
+        `rows` is the number of rows of each rank, or [] if only rank 0 has the tensor.
+        """
         t = self.ckpt.tensors[name]
         n = rows[rank] * prod(t.shape[1:]) if rows else t.numel if rank == 0 else 0
         return n * ITEMSIZE[self.cast[name]]
 
-    def _describe(self, t: TensorEntry, dtype: str, cut: bool) -> dict[str, object]:
-        """Return what metadata.pkl says of a tensor: cut among all ranks along dim 0 if `cut`, or whole on a mesh of
-        the first rank alone. `dtype` is the one to write."""
+    def _describe_tensor(self, t: TensorEntry, dtype: str, cut: bool) -> dict[str, object]:
+        """Return the entry of a tensor for metadata.pkl.
+
+        Args:
+            t: the tensor.
+            dtype: the dtype to write.
+            cut: whether it is cut among all ranks along dim 0; otherwise it is complete on a mesh of rank 0 alone.
+        """
         ranks = tuple(range(self.world)) if cut else (0,)
         mesh = {"device_type": "cpu", "mesh_shape": (len(ranks),), "mesh_data": ranks, "mesh_dim_names": _MESH}
         data = {

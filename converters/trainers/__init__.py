@@ -60,11 +60,11 @@ import re
 from functools import partial
 
 from ckpttool import layouts
-from ckpttool.engine.discover.unread_files import kind_of
+from ckpttool.engine.discover.unread_files import classify_state_file
 from ckpttool.engine.recorded import RECORD
 from ckpttool.index.trainer_trees import TrainerTree
 from ckpttool.program import Advice, ForTrainer, Half, Program, SeenFolder, StateFile, Unfinished
-from ckpttool.storage.overlay import parent_of
+from ckpttool.storage.overlay import find_parent_folder
 from ckpttool.storage.source import Source
 from ckpttool.storage.sources import open_source
 
@@ -74,20 +74,20 @@ from ..deepspeed.files import SAVES
 from ..options import DirectoryOptions, MeshOptions, VerlOptions
 from .accelerated import DIFFUSERS, FAIRSEQ2, LEROBOT
 from .automodel import AUTOMODEL, TRANSFORMERS
-from .dialect import DATA, DEEPSPEED, LEFT_OVER, TREE, Dialect, DirectoryPart, of_one_model
+from .dialect import DATA, DEEPSPEED, LEFT_OVER, TREE, Dialect, DirectoryPart, require_single_model
 from .filenames import (
     RANDOM_STATES,
     RNG_STATE,
-    models_in,
-    numbered,
-    optimizers_in,
+    list_model_parts,
+    list_optimizer_parts,
+    list_other_parts,
+    list_state_parts,
+    match_numbered_names,
     refuse_missing_shards,
-    rest_in,
-    state_in,
 )
 from .llamafactory import LLAMA_FACTORY
 from .olmo import OLMO
-from .reinforcement import NEMO_RL, PRIME_RL, SKYRL, XTUNER, is_model_of_skyrl
+from .reinforcement import NEMO_RL, PRIME_RL, SKYRL, XTUNER, is_skyrl_model
 from .scripts import SCRIPT, SCRIPT_DCP
 from .torchtune import TORCHTUNE
 from .veomni import VEOMNI
@@ -95,12 +95,12 @@ from .veomni import VEOMNI
 __all__ = ["LAYOUTS"]
 
 
-def _engine_saves(source: Source) -> list[DirectoryPart]:
-    """List the saves of DeepSpeed's engines that make up a directory: the one that `latest` names, or one for each
-    model, as Accelerate writes them."""
+def _list_engine_saves(source: Source) -> list[DirectoryPart]:
+    """List the parts that hold the saves of DeepSpeed's engines: one folder per model, by number, where Accelerate
+    saved several models; otherwise the directory itself, whose file `latest` names the save."""
     models = [
         DirectoryPart(name, DEEPSPEED, "model", (str(i),))
-        for name, i in numbered(source.list(), r"pytorch_model(?:_(\d+))?")
+        for name, i in match_numbered_names(source.list(), r"pytorch_model(?:_(\d+))?")
         if _is_deepspeed(source.below(name))
     ]
     return models if len(models) > 1 else [DirectoryPart("", DEEPSPEED, "model")]
@@ -112,27 +112,30 @@ def _is_deepspeed(source: Source) -> bool:
 
 
 def _is_accelerate(source: Source) -> tuple[bool, str]:
-    """Return whether a folder is one of `save_state`: a model, and what else only Accelerate writes beside it; and, as
-    text, why or why not."""
+    """Return whether Accelerate's `save_state` wrote a folder, and the reason as text. It did if the folder holds a
+    model and files that only Accelerate writes."""
     names = source.list()
     if "trainer_state.json" in names:
         return False, "trainer_state.json: of Hugging Face Trainer"
-    ranks = next(numbered(names, RANDOM_STATES), None)
+    ranks = next(match_numbered_names(names, RANDOM_STATES), None)
     if "latest" in names:
         if ranks and _is_deepspeed(source):
             return True, f"has {ranks[0]} and a save of DeepSpeed"
         return False, "latest, but no random_states_0.pkl beside it"
     parts = any(n.startswith("pytorch_model_fsdp") for n in names)
     ours = LEFT_OVER in names or RECORD in names  # written of a state without RNG, also for one process without FSDP
-    others = (parts and optimizers_in(names)) or (ours and (parts or "pytorch_model.bin" in names))
-    if models_in(names) and (ranks or others):
-        return True, f"has {ranks[0] if ranks else models_in(names)[0].name} and {models_in(names)[0].name}"
+    others = (parts and list_optimizer_parts(names)) or (ours and (parts or "pytorch_model.bin" in names))
+    if list_model_parts(names) and (ranks or others):
+        return (
+            True,
+            f"has {ranks[0] if ranks else list_model_parts(names)[0].name} and {list_model_parts(names)[0].name}",
+        )
     return False, "no random_states_0.pkl beside a model"
 
 
-def _is_trainer(source: Source) -> tuple[bool, str]:
-    """Return whether a folder has trainer_state.json beside weights, or a save of DeepSpeed beside files of Trainer;
-    and, as text, why or why not."""
+def _is_hf_trainer(source: Source) -> tuple[bool, str]:
+    """Return whether Hugging Face Trainer wrote a folder, and the reason as text. It did if the folder holds
+    trainer_state.json and weights, or files of Trainer and a save of DeepSpeed."""
     names = source.list()
     if "latest" in names:
         found = next((n for n in names if n == "trainer_state.json" or re.fullmatch(RNG_STATE, n)), None)
@@ -141,26 +144,26 @@ def _is_trainer(source: Source) -> tuple[bool, str]:
         return False, "latest, but no trainer_state.json beside it"
     if "trainer_state.json" not in names:
         return False, "no trainer_state.json"
-    if not models_in(names):
+    if not list_model_parts(names):
         return False, "trainer_state.json, but no weights"
     return True, "has trainer_state.json"
 
 
-def _world_size(pattern: str, source: Source) -> int | None:
-    """Return the number of ranks that saved their RNG state in files of this pattern; None where there are none, or the
-    files of DeepSpeed's engine tell."""
+def _count_rng_ranks(pattern: str, source: Source) -> int | None:
+    """Return the number of ranks that saved RNG state in files whose names match `pattern`. None if no name matches, or
+    if the folder has a file `latest`: then DeepSpeed's files tell the world size."""
     names = source.list()
     if "latest" in names:
         return None
     several = any(n.startswith("rng_state_") for n in names)  # Trainer numbers the file of a rank that is not alone
-    return max((max(i + 1, 1 + several) for _, i in numbered(names, pattern)), default=None)
+    return max((max(i + 1, 1 + several) for _, i in match_numbered_names(names, pattern)), default=None)
 
 
-def _notes_of_trainer(source: Source) -> list[str]:
-    """Return a note that an optimizer lies there without the scheduler that Trainer asks for; empty where that is not
-    so."""
+def _note_missing_scheduler(source: Source) -> list[str]:
+    """Return one note if the directory has an optimizer and no scheduler.pt, without which Trainer resumes neither; an
+    empty list otherwise, and for a save of DeepSpeed."""
     names = source.list()
-    if "latest" in names or "scheduler.pt" in names or not optimizers_in(names):
+    if "latest" in names or "scheduler.pt" in names or not list_optimizer_parts(names):
         return []
     return [
         "no scheduler.pt, which Trainer writes with the optimizer: without it, it resumes neither of the two and says "
@@ -168,17 +171,21 @@ def _notes_of_trainer(source: Source) -> list[str]:
     ]
 
 
-def _parts_of_state(rng: str, source: Source) -> list[DirectoryPart]:
-    """List the parts of Accelerate's or Trainer's directory; `rng` is the pattern of the files with the RNG states.
+def _list_state_parts(rng: str, source: Source) -> list[DirectoryPart]:
+    """List the parts of a directory of Accelerate or Trainer.
+
+    Args:
+        rng: pattern of the names of the files with RNG states; its group is the rank.
+        source: the directory.
 
     Raises:
         Corrupt: a shard of the weights is missing.
     """
     refuse_missing_shards(source)
     names = source.list()
-    state = _engine_saves(source) if "latest" in names else state_in(names)
+    state = _list_engine_saves(source) if "latest" in names else list_state_parts(names)
     counters = [DirectoryPart("trainer_state.json", DATA, "trainer")] if "trainer_state.json" in names else []
-    return [*state, *rest_in(names, rng), *counters]
+    return [*state, *list_other_parts(names, rng), *counters]
 
 
 #: Folders of dcp that hold one model or one optimizer of a directory.
@@ -186,13 +193,13 @@ _HALF = r"pytorch_model_fsdp_\d+|optimizer_\d+"
 _OF_DEEPSPEED = r"(.*/)?(bf16_)?(zero_pp_rank_\d+_)?mp_rank_\d+.*_states\.pt"
 
 
-def _next_step(trainer: str, whole: str, of_fsdp1: str, advice: Advice) -> str:
-    """Return a text on what Trainer or Accelerate does with a directory, by the files that it is made of.
+def _describe_next_step(trainer: str, whole: str, of_fsdp1: str, advice: Advice) -> str:
+    """Return advice on how Trainer or Accelerate resumes from a directory, chosen by the files in it.
 
     Args:
-        trainer: its name in sentences.
-        whole: pattern of a file that it writes for FULL_STATE_DICT only.
-        of_fsdp1: what to know where FSDP1 has written the same SHARDED directory, which its files do not tell.
+        trainer: the trainer's name, as messages have it.
+        whole: pattern of a file that the trainer writes for FULL_STATE_DICT only.
+        of_fsdp1: what to do with a SHARDED directory that FSDP1 wrote; its files do not differ from those of FSDP2.
         advice: the directory, and the commands that convert it.
     """
 
@@ -221,9 +228,9 @@ def _next_step(trainer: str, whole: str, of_fsdp1: str, advice: Advice) -> str:
     return f"resumes in {trainer} without FSDP; for a job with FSDP: {again}"
 
 
-def _unfinished_half(folder: SeenFolder) -> Unfinished | None:
-    """Return what shows that a save did not end: the folder of a model or an optimizer has no index. None where nothing
-    does."""
+def _find_unfinished_half(folder: SeenFolder) -> Unfinished | None:
+    """Return the evidence that a save did not finish, a folder of a model or an optimizer without .metadata; None if
+    every such folder has one."""
     for half in (n for n in folder.names if re.fullmatch(_HALF, n)):
         if not any(re.fullmatch(r"(__\d+)?\.metadata", n) for n in folder.source.list(half)):
             return Unfinished(f"no {half}/.metadata, which is written last")
@@ -297,12 +304,14 @@ ACCELERATE = Dialect(
     detect=_is_accelerate,
     write=layouts.late("ckpttool.converters.trainers.write_directories:write_accelerate"),
     options=DirectoryOptions,
-    parts=partial(_parts_of_state, RANDOM_STATES),
-    world_size=partial(_world_size, RANDOM_STATES),
+    parts=partial(_list_state_parts, RANDOM_STATES),
+    world_size=partial(_count_rng_ranks, RANDOM_STATES),
     saves=SAVES,
     program=Program(
         rows=_ROWS_OF_ACCELERATE,
-        next_step=partial(_next_step, "Accelerate", r"pytorch_model_fsdp(_\d+)?\.bin", "convert it to whole files"),
+        next_step=partial(
+            _describe_next_step, "Accelerate", r"pytorch_model_fsdp(_\d+)?\.bin", "convert it to whole files"
+        ),
         state_files=(
             StateFile(r"dl_state_dict(_\d+)?\.(bin|pt|pth|ckpt)", "data loader", "dataloader"),
             StateFile(r"custom_checkpoint_\d+\.pkl", "registered objects", "extra"),
@@ -310,7 +319,7 @@ ACCELERATE = Dialect(
         halves=(Half(_HALF),),
         part_folders=_HALF,
         is_part=lambda name, beside: re.fullmatch(r"optimizer_\d+", name) is not None,
-        unfinished=_unfinished_half,
+        unfinished=_find_unfinished_half,
         resumed_by=(ForTrainer("accelerate"),),
         saves_every_rng=True,
     ),
@@ -319,16 +328,16 @@ _CHECKPOINT = r"checkpoint-\d+"
 _NO_STATE = "no trainer_state.json, which Trainer writes last"
 
 
-def _unfinished_of_trainer(folder: SeenFolder) -> Unfinished | None:
-    """Return what shows that a save did not end: a checkpoint-N has state of a trainer and no trainer_state.json. None
-    where nothing does."""
+def _find_unfinished_hf_save(folder: SeenFolder) -> Unfinished | None:
+    """Return the evidence that a save of Trainer did not finish: a folder checkpoint-N holds an optimizer, scheduler or
+    RNG state, and no trainer_state.json. None if it did finish, or if another program wrote the folder."""
     if not re.fullmatch(_CHECKPOINT, folder.name) or "trainer_state.json" in folder.names:
         return None
-    if any(numbered(folder.names, RANDOM_STATES)):  # Accelerate's, of diffusers
+    if any(match_numbered_names(folder.names, RANDOM_STATES)):  # Accelerate's, of diffusers
         return None
     if folder.layout == LLAMA_FACTORY.name or LLAMA_FACTORY.program.unfinished(folder):  # its folders are named so, too
         return None
-    kinds = {kind[1] for n in folder.names if (kind := kind_of(n)) is not None}
+    kinds = {kind[1] for n in folder.names if (kind := classify_state_file(n)) is not None}
     if kinds & {"optim", "scheduler", "rng"} or any(re.fullmatch(_HALF, n) for n in folder.names):
         return Unfinished(_NO_STATE, "trainer")
     return None
@@ -395,24 +404,24 @@ _ROWS_OF_TRAINER = {
 TRAINER = Dialect(
     name="trainer",
     title="Hugging Face Trainer",
-    detect=_is_trainer,
+    detect=_is_hf_trainer,
     write=layouts.late("ckpttool.converters.trainers.write_directories:write_trainer"),
     options=DirectoryOptions,
-    parts=partial(_parts_of_state, RNG_STATE),
-    world_size=partial(_world_size, RNG_STATE),
-    notes=_notes_of_trainer,
+    parts=partial(_list_state_parts, RNG_STATE),
+    world_size=partial(_count_rng_ranks, RNG_STATE),
+    notes=_note_missing_scheduler,
     aliases=("hf-trainer", "trl"),
     saves=SAVES,
     program=Program(
         rows=_ROWS_OF_TRAINER,
         next_step=partial(
-            _next_step,
+            _describe_next_step,
             "Trainer",
             r"optimizer(_\d+)?\.bin",
             "Trainer resumes from it with other losses, but not from this",
         ),
         state_files=(StateFile(r"trainer_state\.json", "counters of the trainer", "trainer"),),
-        unfinished=_unfinished_of_trainer,
+        unfinished=_find_unfinished_hf_save,
         gap_beside=lambda name: _NO_STATE if re.fullmatch(_CHECKPOINT, name) else None,
         step_word="checkpoint",
         resumed_by=(ForTrainer("trainer", "Hugging Face Trainer, TRL"),),
@@ -429,8 +438,9 @@ def _is_lightning(source: Source) -> tuple[bool, str]:
     return ".metadata" in names, "has meta.pt and .metadata" if ".metadata" in names else "meta.pt, but no .metadata"
 
 
-def _next_step_of_lightning(advice: Advice) -> str:
-    """Return a text on what Lightning does with its folder, or how a dcp folder of its keys becomes one."""
+def _describe_lightning_next_step(advice: Advice) -> str:
+    """Return advice on how Lightning resumes from its folder, or on how to convert a dcp folder with Lightning's keys
+    to one."""
     if advice.ckpt.layout != LIGHTNING.name:
         again = advice.convert("--for lightning -n RANKS")
         return f"Lightning resumes from a folder with meta.pt, which is not here: {again}"
@@ -487,7 +497,7 @@ LIGHTNING = Dialect(
     parts=lambda source: [DirectoryPart("", "dcp", "model"), DirectoryPart("meta.pt", TREE, "trainer")],
     program=Program(
         rows=_ROWS_OF_LIGHTNING,
-        next_step=_next_step_of_lightning,
+        next_step=_describe_lightning_next_step,
         state_files=(StateFile(r"meta\.pt", "loops, schedulers, hyperparameters", "trainer"),),
         resumed_by=(ForTrainer("lightning"),),
         tree=TrainerTree("Lightning", frozenset(("loops", "callbacks"))),
@@ -495,36 +505,37 @@ LIGHTNING = Dialect(
 )
 
 
-def _first_file_of_verl(source: Source, folder: str = "") -> str | None:
-    """Return the name of rank 0's file of a model in a folder below the source, or in the source itself; None where
-    there is none."""
+def _find_first_verl_file(source: Source, folder: str = "") -> str | None:
+    """Return the name of the model file of rank 0 in `folder`, which is relative to the source ("" for the source
+    itself); None if there is none."""
     return next((n for n in source.list(folder) if re.fullmatch(r"model_world_size_\d+_rank_0\.pt", n)), None)
 
 
 def _is_verl(source: Source) -> tuple[bool, str]:
-    """Return whether a folder holds the files of verl's ranks, or is the folder above of one that has no critic; and,
-    as text, why or why not."""
-    if found := _first_file_of_verl(source):
-        return not is_model_of_skyrl(source), f"has {found}"
-    if _first_file_of_verl(source, "actor"):
+    """Return whether a folder holds the model files of verl's ranks, or is a step whose actor/ holds them and that has
+    no critic/; and the reason as text. A model of SkyRL, with the same names of files, is none."""
+    if found := _find_first_verl_file(source):
+        return not is_skyrl_model(source), f"has {found}"
+    if _find_first_verl_file(source, "actor"):
         return ("critic" not in source.list()), "has actor/" + (
             " and critic/: two models" if source.list("critic") else ""
         )
     return False, "no model_world_size_<n>_rank_0.pt"
 
 
-def _loader_of_verl(source: Source) -> list[str]:
-    """List the file with the state of the data loader in the folder above, if that is a step of verl and has one."""
-    parent, name = parent_of(source)
+def _list_verl_siblings(source: Source) -> list[str]:
+    """Return ["data.pt"], the state of the data loader in the folder above, if the source is actor/ or critic/ of a
+    global_step_N that has the file; otherwise an empty list."""
+    parent, name = find_parent_folder(source)
     if name not in ("actor", "critic") or not re.fullmatch(r".*/global_step_\d+", parent):
         return []
     with open_source(parent) as above:
         return ["data.pt"] if above.exists("data.pt") else []
 
 
-def _parts_of_verl(source: Source) -> list[DirectoryPart]:
-    """List the parts of a directory of verl: the files of ranks, and the data loader's."""
-    folder = "" if _first_file_of_verl(source) else "actor"
+def _list_verl_parts(source: Source) -> list[DirectoryPart]:
+    """List the parts of a directory of verl: the folder with the files of all ranks, and data.pt if there is one."""
+    folder = "" if _find_first_verl_file(source) else "actor"
     out = [DirectoryPart(folder, "fsdp1", "model", whole=True)]
     if source.sibling_names:
         out.append(DirectoryPart("../data.pt", DATA, "dataloader"))
@@ -533,8 +544,9 @@ def _parts_of_verl(source: Source) -> list[DirectoryPart]:
     return out
 
 
-def _next_step_of_verl(advice: Advice) -> str:
-    """Return a text: verl resumes at the same world size, and at another one what is written for it."""
+def _describe_verl_next_step(advice: Advice) -> str:
+    """Return advice: at which world size verl resumes from the directory, and the command that converts it for another
+    one."""
     again = advice.convert("--for verl -n RANKS")
     return f"resumes in verl at {advice.ranks}; at another world size: {again}; {advice.export_advice()}"
 
@@ -590,14 +602,14 @@ VERL = Dialect(
     name="verl",
     title="verl",
     detect=_is_verl,
-    siblings=_loader_of_verl,
+    siblings=_list_verl_siblings,
     write=layouts.late("ckpttool.converters.trainers.write_verl:write_verl"),
     options=VerlOptions,
-    parts=_parts_of_verl,
+    parts=_list_verl_parts,
     own_keys=True,
     program=Program(
         rows=_ROWS_OF_VERL,
-        next_step=_next_step_of_verl,
+        next_step=_describe_verl_next_step,
         state_files=(
             StateFile(r"optim_world_size_\d+_rank_\d+\.pt", "optimizer", "optim"),
             StateFile(r"extra_state_world_size_\d+_rank_\d+\.pt", "scheduler and RNG", "rng"),
@@ -615,8 +627,9 @@ VERL = Dialect(
 )
 
 
-def _next_step_of_torchtitan(advice: Advice) -> str:
-    """Return a text: torchtitan resumes; at another world size, what to leave out."""
+def _describe_torchtitan_next_step(advice: Advice) -> str:
+    """Return advice: torchtitan resumes at any world size; if the checkpoint has the state of a data loader, also how
+    to exclude that."""
     if not any(advice.ckpt.component(n) == "dataloader" for n in (*advice.ckpt.tensors, *advice.ckpt.values)):
         return "resumes at any world size in torchtitan; nothing to convert"
     return (
@@ -662,7 +675,7 @@ TORCHTITAN = layouts.Layout(
     locate=dcp.locate,
     detect=lambda where: (False, "is read as dcp"),
     write=layouts.late("ckpttool.converters.trainers.write_directories:write_titan"),
-    prepare=lambda ckpt, source, options: of_one_model(ckpt),
+    prepare=lambda ckpt, source, options: require_single_model(ckpt),
     options=MeshOptions,
     aliases=("titan",),
     reader_uses=("config", "like"),
@@ -673,7 +686,7 @@ TORCHTITAN = layouts.Layout(
     keeps_subclasses=True,
     program=Program(
         rows=_ROWS_OF_TORCHTITAN,
-        next_step=_next_step_of_torchtitan,
+        next_step=_describe_torchtitan_next_step,
         step_word="step",
         resumed_by=(ForTrainer("torchtitan"),),
         tree=TrainerTree(

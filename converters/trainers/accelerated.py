@@ -25,8 +25,8 @@ from ckpttool.errors import Unsupported
 from ckpttool.program import Program, StateFile
 from ckpttool.storage.source import Source
 
-from .dialect import DATA, Dialect, DirectoryPart, resumes_in, rows_of_unrun_program
-from .filenames import RANDOM_STATES, numbered, optimizers_in, rest_in
+from .dialect import DATA, Dialect, DirectoryPart, make_resume_advice, make_unrun_program_rows
+from .filenames import RANDOM_STATES, list_optimizer_parts, list_other_parts, match_numbered_names
 
 __all__ = ["DIFFUSERS", "FAIRSEQ2", "LEROBOT"]
 
@@ -34,8 +34,8 @@ _IMAGE_MODEL = r"diffusion_pytorch_model.*\.safetensors"
 _MODEL, _STATE = "pretrained_model", "training_state"
 
 
-def _image_models(source: Source) -> list[str]:
-    """List the folders of models that diffusers saved, the model before its average."""
+def _list_image_models(source: Source) -> list[str]:
+    """List the folders with models of diffusers, the trained model before its EMA copies (`*_ema`)."""
     found = [
         n for n in source.list() if source.glance(n)[0] and any(re.fullmatch(_IMAGE_MODEL, x) for x in source.list(n))
     ]
@@ -43,35 +43,35 @@ def _image_models(source: Source) -> list[str]:
 
 
 def _is_diffusers(source: Source) -> tuple[bool, str]:
-    """Return whether a folder has one model of diffusers beside the states of Accelerate; and, as text, why or why
-    not."""
+    """Return whether a folder has one model of diffusers, not counting EMA copies, and RNG states of Accelerate; and
+    the reason as text."""
     names = source.list()
-    if not any(numbered(names, RANDOM_STATES)):
+    if not any(match_numbered_names(names, RANDOM_STATES)):
         return False, "no random_states_0.pkl"
-    models = [n for n in _image_models(source) if not n.endswith("_ema")]
+    models = [n for n in _list_image_models(source) if not n.endswith("_ema")]
     if len(models) != 1:
         return False, f"{len(models)} folders with diffusion_pytorch_model.safetensors"
     return True, f"has {models[0]}/ and random_states_0.pkl"
 
 
-def _parts_of_diffusers(source: Source) -> list[DirectoryPart]:
-    """List the parts: the model, its average, and what Accelerate writes."""
+def _list_diffusers_parts(source: Source) -> list[DirectoryPart]:
+    """List the parts: the model, its EMA copies, optimizers, and the small files that Accelerate writes."""
     names = source.list()
-    model, *averages = _image_models(source)
+    model, *averages = _list_image_models(source)
     out = [DirectoryPart(model, "hf", "model")]
     out += [DirectoryPart(n, "hf", "extra", (n,)) for n in averages]
-    out += [DirectoryPart(p.name, p.layout, "optim", optional=True) for p in optimizers_in(names)]
-    return [*out, *rest_in(names, RANDOM_STATES)]
+    out += [DirectoryPart(p.name, p.layout, "optim", optional=True) for p in list_optimizer_parts(names)]
+    return [*out, *list_other_parts(names, RANDOM_STATES)]
 
 
 DIFFUSERS = Dialect(
     name="diffusers",
     title="diffusers",
     detect=_is_diffusers,
-    parts=_parts_of_diffusers,
-    world_size=lambda source: max((i + 1 for _, i in numbered(source.list(), RANDOM_STATES)), default=None),
+    parts=_list_diffusers_parts,
+    world_size=lambda source: max((i + 1 for _, i in match_numbered_names(source.list(), RANDOM_STATES)), default=None),
     program=Program(
-        rows=rows_of_unrun_program(
+        rows=make_unrun_program_rows(
             "diffusers",
             "diffusers",
             "`checkpoint-N` of its scripts: the model and its average in folders, states of Accelerate",
@@ -79,7 +79,7 @@ DIFFUSERS = Dialect(
             optimizer="where its order is known",
             loader="none saved",
         ),
-        next_step=resumes_in("diffusers", "as it was saved"),
+        next_step=make_resume_advice("diffusers", "as it was saved"),
         step_word="checkpoint",
         saves_every_rng=True,
     ),
@@ -91,12 +91,12 @@ def _is_lerobot(source: Source) -> tuple[bool, str]:
     names = source.list()
     if _MODEL not in names or _STATE not in names:
         return False, f"no {_MODEL}/ and {_STATE}/"
-    found = "training_step.json" in source.list(_STATE) and _weights_of_lerobot(source) is not None
+    found = "training_step.json" in source.list(_STATE) and _find_lerobot_weights(source) is not None
     return found, f"has {_MODEL}/ and {_STATE}/" + ("" if found else ", but no weights or no training_step.json")
 
 
-def _weights_of_lerobot(source: Source) -> DirectoryPart | None:
-    """Return the part with the weights; None where there are none."""
+def _find_lerobot_weights(source: Source) -> DirectoryPart | None:
+    """Return the part with the weights in pretrained_model/; None if there are no weights."""
     names = source.list(_MODEL)
     if "pytorch_model_fsdp_0" in names:
         return DirectoryPart(f"{_MODEL}/pytorch_model_fsdp_0", "dcp", "model")
@@ -104,9 +104,9 @@ def _weights_of_lerobot(source: Source) -> DirectoryPart | None:
     return DirectoryPart(f"{_MODEL}/{name}", "hf", "model") if name else None
 
 
-def _parts_of_lerobot(source: Source) -> list[DirectoryPart]:
-    """List the parts: weights, optimizer, and the state of the job."""
-    weights, names = _weights_of_lerobot(source), source.list(_STATE)
+def _list_lerobot_parts(source: Source) -> list[DirectoryPart]:
+    """List the parts: weights, optimizer (of a sharded job), scheduler and step counter."""
+    weights, names = _find_lerobot_weights(source), source.list(_STATE)
     out = [weights] if weights is not None else []
     if "optimizer_0" in names:
         out.append(DirectoryPart(f"{_STATE}/optimizer_0", "dcp", "optim"))
@@ -118,9 +118,9 @@ LEROBOT = Dialect(
     name="lerobot",
     title="lerobot",
     detect=_is_lerobot,
-    parts=_parts_of_lerobot,
+    parts=_list_lerobot_parts,
     program=Program(
-        rows=rows_of_unrun_program(
+        rows=make_unrun_program_rows(
             "lerobot",
             "lerobot",
             "a step's `pretrained_model` and `training_state`",
@@ -128,7 +128,7 @@ LEROBOT = Dialect(
             optimizer="of sharded jobs",
             loader="none saved",
         ),
-        next_step=resumes_in("lerobot", "as it was saved"),
+        next_step=make_resume_advice("lerobot", "as it was saved"),
         state_files=(
             StateFile(r"optimizer_state\.safetensors", "optimizer with numbers", "optim"),
             StateFile(r"rng_state\.safetensors", "RNG", "rng"),
@@ -149,15 +149,15 @@ def _is_fairseq2(source: Source) -> tuple[bool, str]:
     return True, f"has model/{_SHARD}"
 
 
-def _parts_of_fairseq2(source: Source) -> list[DirectoryPart]:
-    """List the parts: weights, optimizer, and what each rank saved.
+def _list_fairseq2_parts(source: Source) -> list[DirectoryPart]:
+    """List the parts: weights, optimizer, and the trainer and data reader files of each rank.
 
     Raises:
-        Unsupported: the model is in shards.
+        Unsupported: the model is in several shards.
     """
     names = source.list()
     for at, pattern in (("model", r"pp_(\d+)"), ("model/pp_00", r"tp_(\d+)"), ("model/pp_00/tp_00", r"sdp_(\d+)\.pt")):
-        if len(found := list(numbered(source.list(at), pattern))) > 1:
+        if len(found := list(match_numbered_names(source.list(at), pattern))) > 1:
             raise Unsupported(
                 f"{source.root}/{at} holds {len(found)} shards, {found[0][0]} to {found[-1][0]}. They do not say how "
                 "fairseq2 cut the weights, so ckpttool does not join them; save_as_hugging_face of the recipe writes "
@@ -171,7 +171,7 @@ def _parts_of_fairseq2(source: Source) -> list[DirectoryPart]:
         ("trainer", "trainer", r"rank_(\d+)\.pt"),
         ("data_reader", "dataloader", r"dp_(\d+)\.pt"),
     ):
-        for name, rank in numbered(source.list(folder), pattern) if folder in names else ():
+        for name, rank in match_numbered_names(source.list(folder), pattern) if folder in names else ():
             own = (str(rank),) if component == "dataloader" else ()
             out.append(DirectoryPart(f"{folder}/{name}", DATA, component, own, rank="" if own else str(rank)))
     return out
@@ -181,9 +181,9 @@ FAIRSEQ2 = Dialect(
     name="fairseq2",
     title="fairseq2",
     detect=_is_fairseq2,
-    parts=_parts_of_fairseq2,
+    parts=_list_fairseq2_parts,
     program=Program(
-        rows=rows_of_unrun_program(
+        rows=make_unrun_program_rows(
             "fairseq2",
             "fairseq2",
             "`step_N` of a model in one file; shards are refused",
@@ -191,7 +191,7 @@ FAIRSEQ2 = Dialect(
             optimizer="where its order is known",
             loader="yes",
         ),
-        next_step=resumes_in("fairseq2", "as it was saved"),
+        next_step=make_resume_advice("fairseq2", "as it was saved"),
         part_folders="model|optimizer|trainer|data_reader",
         is_part=lambda name, beside: name in ("data_reader", "trainer", "optimizer") and "model" in beside,
         step_word="step",

@@ -32,7 +32,7 @@ from ckpttool.program import Advice, Program, SeenFolder, Unfinished
 from ckpttool.storage.source import Source
 
 from .dialect import DATA, Dialect, DirectoryPart
-from .filenames import RNG_STATE, rest_in
+from .filenames import RNG_STATE, list_other_parts
 
 __all__ = ["AUTOMODEL", "TRANSFORMERS"]
 
@@ -44,7 +44,7 @@ _MOST_FOLDERS = 8
 _MARKER = ".incomplete"
 
 
-def _layout_of_weights(source: Source, folder: str) -> str | None:
+def _detect_weights_layout(source: Source, folder: str) -> str | None:
     """Return the layout of the weights in a folder, "dcp" or "hf"; None where there are none."""
     names = source.list(folder)
     if ".metadata" in names and not any(map(_SHARD.fullmatch, names)):
@@ -56,12 +56,12 @@ def _layout_of_weights(source: Source, folder: str) -> str | None:
 
 
 def _is_automodel(source: Source) -> tuple[bool, str]:
-    """Return whether a folder has weights, an optimizer and what else AutoModel writes, or the name that it gives; and,
-    as text, why or why not."""
+    """Return whether NeMo AutoModel wrote a folder, and the reason as text. It did if the folder has model/ with
+    weights and optim/, and either another file of AutoModel or a name epoch_<n>_step_<n>."""
     names = source.list()
     if "model" not in names or "optim" not in names:
         return False, "no model/ and optim/"
-    if ".metadata" not in source.list("optim") or _layout_of_weights(source, "model") is None:
+    if ".metadata" not in source.list("optim") or _detect_weights_layout(source, "model") is None:
         return False, "model/ and optim/, but no weights in one or no .metadata in the other"
     found = next((n for n in names if n in ("step_scheduler.pt", "rng", "dataloader", "losses.json")), None)
     name = source.root.rstrip("/").rpartition("/")[2]
@@ -70,10 +70,11 @@ def _is_automodel(source: Source) -> tuple[bool, str]:
     return True, f"has model/, optim/ and {found or 'the name of a step'}"
 
 
-def _automodel_parts(source: Source) -> list[DirectoryPart]:
-    """List the parts: weights, optimizer, other folders of dcp, and the files of ranks."""
+def _list_automodel_parts(source: Source) -> list[DirectoryPart]:
+    """List the parts: weights, optimizer, other dcp folders, and the files that each rank saved (RNG, data loader,
+    ...)."""
     out = [
-        DirectoryPart("model", _layout_of_weights(source, "model") or "hf", "model"),
+        DirectoryPart("model", _detect_weights_layout(source, "model") or "hf", "model"),
         DirectoryPart("optim", "dcp", "optim", renamed="base_model.model."),
     ]
     for name in source.list():
@@ -93,8 +94,9 @@ def _automodel_parts(source: Source) -> list[DirectoryPart]:
     return out
 
 
-def _automodel_notes(source: Source) -> Sequence[str]:
-    """Return a note that the save had not ended; empty where it had."""
+def _note_unfinished_save(source: Source) -> Sequence[str]:
+    """Return one note if the folder has the marker .incomplete, which AutoModel removes at the end of a save; an empty
+    sequence otherwise."""
     if not source.exists(_MARKER):
         return ()
     return (
@@ -103,20 +105,21 @@ def _automodel_notes(source: Source) -> Sequence[str]:
     )
 
 
-def _automodel_world_size(source: Source) -> int | None:
+def _count_rng_ranks(source: Source) -> int | None:
     """Return the number of ranks that saved their RNG state; None where there are no such files."""
     found = [m for n in source.list("rng") if (m := _RANK.fullmatch(n))]
     return max((int(m["rank"] or 0) + 1 for m in found), default=None)
 
 
-def _next_step_of_automodel(advice: Advice) -> str:
-    """Return a text: AutoModel resumes at the same world size."""
+def _describe_automodel_next_step(advice: Advice) -> str:
+    """Return advice: AutoModel resumes at the world size of the save; and the command that converts the checkpoint to
+    dcp."""
     return f"resumes in NeMo AutoModel at {advice.ranks}; for torch's own: {advice.convert('--to dcp -n RANKS')}"
 
 
-def _unfinished(folder: SeenFolder) -> Unfinished | None:
-    """Return what shows that a save did not end: a folder, known as of some layout, has AutoModel's marker. None where
-    nothing does."""
+def _find_unfinished_save(folder: SeenFolder) -> Unfinished | None:
+    """Return the evidence that a save did not finish: a folder whose layout is known has AutoModel's marker
+    .incomplete. None if there is none."""
     if folder.layout is not None and not folder.is_temporary and _MARKER in folder.names:
         return Unfinished(f"has {_MARKER}: the save did not finish")
     return None
@@ -170,19 +173,19 @@ AUTOMODEL = Dialect(
     name="automodel",
     title="NeMo AutoModel",
     detect=_is_automodel,
-    parts=_automodel_parts,
-    world_size=_automodel_world_size,
-    notes=_automodel_notes,
+    parts=_list_automodel_parts,
+    world_size=_count_rng_ranks,
+    notes=_note_unfinished_save,
     aliases=("nemo-automodel",),
-    program=Program(rows=_ROWS_OF_AUTOMODEL, next_step=_next_step_of_automodel, unfinished=_unfinished),
+    program=Program(rows=_ROWS_OF_AUTOMODEL, next_step=_describe_automodel_next_step, unfinished=_find_unfinished_save),
 )
 
 # -------------------------------------------------------------------------------------------------------- transformers
 
 
-def _find_pair(source: Source) -> tuple[str, str] | None:
-    """Return (folder of the weights, folder of the optimizer), "" for the directory itself; None where they are not
-    there."""
+def _find_weights_and_optimizer(source: Source) -> tuple[str, str] | None:
+    """Return (folder of the weights, folder of the optimizer), relative to the directory, "" for the directory itself;
+    None if it does not hold exactly one of each."""
     names = source.list()
     here = any(map(_SHARD.fullmatch, names))
     if here and ".metadata" in names:
@@ -199,29 +202,29 @@ def _find_pair(source: Source) -> tuple[str, str] | None:
 
 
 def _is_transformers(source: Source) -> tuple[bool, str]:
-    """Return whether a folder holds shards of a model with the folder of an optimizer beside them, and is of no
-    trainer; and, as text, why or why not."""
+    """Return whether a folder has weights as `save_pretrained(distributed_checkpoint=True)` shards them, one dcp folder
+    of an optimizer, and no files of another trainer; and the reason as text."""
     names = source.list()
     if "trainer_state.json" in names or _is_automodel(source)[0]:
         return False, "of another trainer"
-    found = _find_pair(source)
+    found = _find_weights_and_optimizer(source)
     if found is None:
         return False, "no shard-*-model-*.safetensors with a folder of an optimizer beside them"
     return True, f"has shards of a model in {found[0] or 'it'}/ and an optimizer in {found[1] or 'it'}/"
 
 
-def _transformers_parts(source: Source) -> Sequence[DirectoryPart]:
-    """List the parts: weights, optimizer, and small files beside them."""
-    weights, optimizer = _find_pair(source) or ("", "")
+def _list_transformers_parts(source: Source) -> Sequence[DirectoryPart]:
+    """List the parts: weights, optimizer, and small files in the directory, as scheduler.pt and RNG states."""
+    weights, optimizer = _find_weights_and_optimizer(source) or ("", "")
     return [
         DirectoryPart(weights, "hf", "model"),
         DirectoryPart(optimizer, "dcp", "optim"),
-        *rest_in(source.list(), RNG_STATE),
+        *list_other_parts(source.list(), RNG_STATE),
     ]
 
 
-def _next_step_of_transformers(advice: Advice) -> str:
-    """Return a text on which two calls of transformers load the folder. `advice` is not used."""
+def _describe_transformers_next_step(advice: Advice) -> str:
+    """Return advice: the two calls of transformers that load the directory at any world size. `advice` is not used."""
     return (
         "resumes at any world size with from_pretrained(distributed_config=...) and load_optimizer_distributed; "
         "nothing to convert"
@@ -276,7 +279,7 @@ TRANSFORMERS = Dialect(
     name="transformers_sharded",
     title="transformers, distributed_checkpoint=True",
     detect=_is_transformers,
-    parts=_transformers_parts,
+    parts=_list_transformers_parts,
     aliases=("transformers-sharded",),
-    program=Program(rows=_ROWS_OF_TRANSFORMERS, next_step=_next_step_of_transformers),
+    program=Program(rows=_ROWS_OF_TRANSFORMERS, next_step=_describe_transformers_next_step),
 )

@@ -35,18 +35,18 @@ from ckpttool.index.checkpoint import (
     Unread,
     Value,
     joined,
-    of_rank,
+    make_per_rank_path,
     same_value,
 )
 from ckpttool.index.composites import Composite, add_composite, shape_of
 from ckpttool.index.draft import Draft
-from ckpttool.index.names import COMPONENTS, KEEPS_NUMBERS, canonical, original_path
-from ckpttool.index.optimizer_names import possible_orders
-from ckpttool.index.param_groups import list_numbered
+from ckpttool.index.names import COMPONENTS, KEEPS_NUMBERS, make_canonical_state, original_path
+from ckpttool.index.optimizer_names import iterate_possible_orders
+from ckpttool.index.param_groups import list_numbered_parameters
 from ckpttool.index.schedulers import complete_scheduler_state
 from ckpttool.layouts import Place, ReadOptions, WriteOptions
 from ckpttool.program import Advice, Program, Saves
-from ckpttool.storage.overlay import add_siblings
+from ckpttool.storage.overlay import add_sibling_files
 from ckpttool.storage.source import Source
 
 from .. import dcp, hf
@@ -59,12 +59,12 @@ __all__ = [
     "TREE",
     "Dialect",
     "DirectoryPart",
-    "live_name",
     "locate",
+    "make_resume_advice",
+    "make_unrun_program_rows",
     "read",
-    "resumes_in",
-    "rows_of_unrun_program",
-    "with_saved_names",
+    "to_live_peft_name",
+    "with_saved_peft_names",
 ]
 
 #: The layout of a part that holds plain data: a file of torch.save or of JSON, and no state dict.
@@ -74,7 +74,7 @@ TREE = "tree"
 #: The same as TREE, of a part with an optimizer that may have other names of parameters than the weights: then it is
 #: data.
 FOREIGN = "foreign"
-#: The layout of LEFT_OVER, which _parts_write.left_over describes.
+#: The layout of LEFT_OVER, which join.collect_left_over_state describes.
 _OURS = "ckpttool"
 #: The file in which ckpttool keeps what the trainer of a directory has no file for.
 LEFT_OVER = "ckpttool_state.pt"
@@ -149,7 +149,7 @@ class Dialect:
     program: Program = Program()  # noqa: RUF009
 
     def layout(self) -> layouts.Layout:
-        """Make the layout that reads such directories."""
+        """Return the `Layout` that reads this trainer's directories, and writes them if `write` is set."""
         return layouts.Layout(
             name=self.name,
             title=f"directory of {self.title}",
@@ -158,7 +158,9 @@ class Dialect:
             read=partial(read, self),
             locate=locate,
             write=self.write,
-            prepare=lambda ckpt, source, options: with_saved_names(complete_scheduler_state(of_one_model(ckpt))),
+            prepare=lambda ckpt, source, options: with_saved_peft_names(
+                complete_scheduler_state(require_single_model(ckpt))
+            ),
             options=self.options,
             suffixes=self.suffixes,
             aliases=self.aliases,
@@ -173,24 +175,26 @@ class Dialect:
         )
 
     def _detect(self, where: Place) -> tuple[bool, str]:
-        """Return whether a place is a folder of this trainer; and, as text, why or why not."""
+        """Return whether a place is a folder of this trainer, and the reason as text."""
         if where.file is not None:
             return False, "a folder; this is a file"
         return self.detect(where.source)
 
     def _mount(self, where: Place) -> Place:
-        """Return the folder together with the files of the folder above that belong to it; the place as it is where
-        there are none."""
+        """Return the folder with the files of the folder above that belong to the checkpoint (`siblings`), under the
+        names "../<file>"; `where` itself if there are none."""
         source = where.source
         names = () if where.file is not None or source.sibling_names else self.siblings(source)
         if not names:
             return where
-        return Place(add_siblings(source, names), None)
+        return Place(add_sibling_files(source, names), None)
 
 
 def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
-    """Return the index of a trainer's directory: those of its parts, joined. Parts that cannot be read are listed as
-    unread, but for weights and optimizers that are checkpoints themselves.
+    """Read the parts of a trainer's directory and return their indexes, joined into one.
+
+    A part that cannot be read is listed in `unread`. Weights and optimizers in a checkpoint layout raise instead,
+    unless the part is optional.
 
     Raises:
         Corrupt: two parts hold the same entry, or weights or an optimizer are damaged. Unsupported: an optimizer
@@ -198,24 +202,28 @@ def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
         IncompleteWeights: weights lack their last rows. UsageError: an option does not fit the directory.
     """
     source = where.source
-    config = model_files.read_config(source) if source.exists("config.json") else None
+    config = model_files.read_config_json(source) if source.exists("config.json") else None
     if options.config is not None:
         config = model_names.load_config(options.config)
     out = Checkpoint(dialect.name, source.root, None, [], [], {}, {}, trainer=dialect.title, config=config)
     parts = [*dialect.parts(source), *([DirectoryPart(LEFT_OVER, _OURS, "extra")] if source.exists(LEFT_OVER) else [])]
     of_engine = False
     if options.only is not None:
-        parts = [p for p in parts if _is_needed(p, options.only)]
+        parts = [p for p in parts if _is_part_needed(p, options.only)]
     source.prefetch_ends(p.name for p in parts if p.layout in (DATA, TREE))
     for part in parts:
         if part.component == "scheduler" and part.layout == DATA and of_engine:
             continue  # the scheduler that DeepSpeed's engine steps is in its own files
         is_state = part.layout not in (DATA, TREE, FOREIGN, _OURS)
         try:
-            found = _read_checkpoint(source, part, options, out) if is_state else _read_data(source, part, options, out)
+            found = (
+                _read_checkpoint_part(source, part, options, out)
+                if is_state
+                else _read_data_part(source, part, options, out)
+            )
             if part.layout == _OURS:  # what the source had, where a file has what its trainer needs instead
                 out.values = {n: v for n, v in out.values.items() if n not in found.values}
-            _add(out, found, part)
+            _merge_part_index(out, found, part)
         except (Corrupt, Unsafe, Unsupported) as e:
             if is_state and part.component in ("model", "optim") and not part.optional:
                 raise
@@ -226,18 +234,18 @@ def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
         of_engine = of_engine or (
             part.layout == DEEPSPEED and any(v.path[0] == "scheduler" for v in found.values.values())
         )
-    _refuse_cut_weights(out)
+    _refuse_truncated_weights(out)
     # a part may lack the file of a rank
     out.world_size = max(dialect.world_size(source) or 0, out.world_size or 0) or None
     out.notes += dialect.notes(source)
     if not dialect.own_keys:
-        out.numbered, out.origin = list_numbered(out.origin), {}
+        out.numbered, out.origin = list_numbered_parameters(out.origin), {}
     return out
 
 
-def _refuse_cut_weights(ckpt: Checkpoint) -> None:
-    """Refuse weights that lack their last rows. Shards of torch's HuggingFaceStorageWriter do not say how many there
-    are, but moments have the shape of the whole parameter.
+def _refuse_truncated_weights(ckpt: Checkpoint) -> None:
+    """Raise if a weight has fewer rows than its optimizer state. Shards of torch's HuggingFaceStorageWriter do not say
+    how many rows there are, but moments have the shape of the whole parameter.
 
     Raises:
         IncompleteWeights: with the first such weight.
@@ -255,28 +263,34 @@ def _refuse_cut_weights(ckpt: Checkpoint) -> None:
             )
 
 
-def _is_needed(part: DirectoryPart, only: frozenset[str]) -> bool:
-    """Return whether a part must be read for the components `only`; weights always must, since they name the parameters
-    that an optimizer numbers."""
+def _is_part_needed(part: DirectoryPart, only: frozenset[str]) -> bool:
+    """Return whether a part must be read for the components `only`. Weights always must: their names resolve the
+    numbers in an optimizer."""
     if part.layout in (TREE, FOREIGN):
         return bool(only - {"model"})  # what it holds besides, its keys tell
     return part.component in only or part.component == "model"  # the weights name the optimizer's numbers
 
 
-def _read_checkpoint(source: Source, part: DirectoryPart, options: ReadOptions, whole: Checkpoint) -> Checkpoint:
-    """Return the index of a part that is a checkpoint itself, under the names that fit what was read before (`whole`,
-    which gets its config.json if it had none).
+def _read_checkpoint_part(source: Source, part: DirectoryPart, options: ReadOptions, whole: Checkpoint) -> Checkpoint:
+    """Return the index of a part that is a checkpoint in a layout of its own. Parameters of an optimizer get the names
+    that the weights have.
+
+    Args:
+        source: the directory.
+        part: which part.
+        options: those of the whole read.
+        whole: the index of the parts read so far; gets the part's config.json if it has none.
 
     Raises:
         UsageError: `options.tag` chooses among saves where all are read. Corrupt, Unsupported: the part cannot be read,
-            or holds something else than it should.
+            or holds another component than it should.
     """
     is_folder = bool(part.name) and source.glance(part.name)[0]
     where = Place(source.below(part.name), None) if is_folder else Place(source, part.name or None)
     model = {joined(t.path[1:]): t for t in whole.tensors.values() if t.path[0] == "model"}
     mine = options if part.whole else replace(options, only=None)
     if model:
-        mine = replace(mine, orders=lambda _: _possible_orders(model, whole, options))
+        mine = replace(mine, orders=lambda _: _list_parameter_orders(model, whole, options))
     if part.layout == DEEPSPEED:
         if options.tag is not None and part.name:
             raise UsageError(
@@ -291,7 +305,7 @@ def _read_checkpoint(source: Source, part: DirectoryPart, options: ReadOptions, 
         found = layouts.find(part.layout).read(where, mine)
     whole.config = whole.config or found.config
     if part.component == "model" and not part.whole and where.file is not None:
-        found = _with_root_buffers(found)
+        found = _with_root_tensors_as_weights(found)
     stray = [n for n in [*found.tensors, *found.values] if found.component(n) != part.component]
     if part.component == "optim" and stray and len(stray) == len(found.tensors) + len(found.values):
         asked = options.only is not None and "optim" in options.only
@@ -300,15 +314,15 @@ def _read_checkpoint(source: Source, part: DirectoryPart, options: ReadOptions, 
                 f"{source.root}/{part.name}: {' '.join(found.notes) or 'it holds no state of an optimizer.'}",
                 code="CKPT0330",
             )
-        found = _as_data(found, (part.name.rpartition("/")[2].partition(".")[0], "optimizer"))
+        found = _move_below_extra(found, (part.name.rpartition("/")[2].partition(".")[0], "optimizer"))
     if part.component == "optim" and not part.whole:
-        _refuse_weights(f"{source.root}/{part.name}", (t.path for t in found.tensors.values()), whole)
+        _refuse_stray_weights(f"{source.root}/{part.name}", (t.path for t in found.tensors.values()), whole)
     if part.component == "optim" and model:
         named = {str(t.path[2]) for t in found.tensors.values() if t.path[:2] == ("optim", "state") and len(t.path) > 2}
         if not named <= set(model) and part.renamed and {part.renamed + n for n in named} <= set(model):
-            found = with_prefix(found, part.renamed)
-        elif not named <= set(model) and {saved_name(n) for n in named} <= set(model):
-            found = with_saved_names(found)
+            found = with_optimizer_prefix(found, part.renamed)
+        elif not named <= set(model) and {to_saved_peft_name(n) for n in named} <= set(model):
+            found = with_saved_peft_names(found)
     if not found.tensors and not found.values:
         found.notes.append(
             f"{part.name} holds no tensors: the trainer saved no {_CALLED.get(part.component, part.component)} there"
@@ -321,9 +335,9 @@ def _read_checkpoint(source: Source, part: DirectoryPart, options: ReadOptions, 
     return found
 
 
-def _with_root_buffers(ckpt: Checkpoint) -> Checkpoint:
-    """Return the index of a file of a model's state dict with every tensor at its root in the model: a buffer `step`,
-    as ema_pytorch's EMA has, is no counter of a trainer."""
+def _with_root_tensors_as_weights(ckpt: Checkpoint) -> Checkpoint:
+    """Return the index of a model's state dict with every tensor at its root as a weight. A buffer `step`, as
+    ema_pytorch's EMA has, would otherwise be read as a counter of a trainer."""
     tensors = {}
     for n, t in ckpt.tensors.items():
         if t.path[0] != "model" and len(at := original_path(t.path, ckpt.origin)) == 1:
@@ -332,16 +346,16 @@ def _with_root_buffers(ckpt: Checkpoint) -> Checkpoint:
     return replace(ckpt, tensors=tensors)
 
 
-def _refuse_weights(what: str, paths: Iterable[Path], whole: Checkpoint) -> None:
-    """Refuse weights in a file of something else, where the model has files of its own.
+def _refuse_stray_weights(what: str, paths: Iterable[Path], whole: Checkpoint) -> None:
+    """Raise if a file of another component holds a weight although the weights were read from files of their own.
 
     Args:
         what: name of the file in messages.
-        paths: canonical paths of its entries.
-        whole: what was read before it.
+        paths: canonical paths of the file's entries.
+        whole: the index of the parts read so far.
 
     Raises:
-        Corrupt: with the name of one.
+        Corrupt: with the name of the first such weight.
     """
     weight = next((p for p in paths if p[0] == "model"), None)
     if weight is not None and any(t.path[0] == "model" for t in whole.tensors.values()):
@@ -352,9 +366,9 @@ def _refuse_weights(what: str, paths: Iterable[Path], whole: Checkpoint) -> None
         )
 
 
-def _as_data(ckpt: Checkpoint, below: Path) -> Checkpoint:
-    """Return the checkpoint with all entries moved below `extra` and a path in it, where they stand for data and no
-    longer for the tree of a source."""
+def _move_below_extra(ckpt: Checkpoint, below: Path) -> Checkpoint:
+    """Return the checkpoint with every entry moved from its component to the path ("extra", *below), without `origin`
+    and `recorded`: the entries are plain data there."""
     moved = [replace(t, path=("extra", *below, *t.path[1:])) for t in ckpt.tensors.values()]
     values = [Value(("extra", *below, *v.path[1:]), v.data) for v in ckpt.values.values()]
     return replace(
@@ -377,11 +391,11 @@ _SEVERAL_ADAPTERS = (
 _CALLED = {"model": "weights", "optim": "optimizer state"}
 
 
-def of_one_model(ckpt: Checkpoint) -> Checkpoint:
-    """Return the checkpoint itself, if it is that of one model.
+def require_single_model(ckpt: Checkpoint) -> Checkpoint:
+    """Return the checkpoint unchanged if it holds one model.
 
     Raises:
-        Unsupported: it is Accelerate's of several models.
+        Unsupported: it holds several models, as Accelerate saves them.
     """
     if several := {str(t.path[1]) for t in ckpt.tensors.values() if t.path[0] == "model" and len(t.path) > 2}:
         raise Unsupported(
@@ -392,22 +406,24 @@ def of_one_model(ckpt: Checkpoint) -> Checkpoint:
     return ckpt
 
 
-def saved_name(fqn: str) -> str:
+def to_saved_peft_name(fqn: str) -> str:
     """Return the name that PEFT gives a parameter of an adapter in a file: "q_proj.lora_A.default.weight" becomes
     "q_proj.lora_A.weight"."""
     return _LIVE.sub(r"\1\2", fqn)
 
 
-def live_name(fqn: str) -> str:
+def to_live_peft_name(fqn: str) -> str:
     """Return the name that a module with one adapter, called "default", gives a parameter that PEFT saved:
     "q_proj.lora_A.weight" becomes "q_proj.lora_A.default.weight"."""
     return _SAVED.sub(r"\1\2.default", fqn)
 
 
-def with_saved_names(ckpt: Checkpoint) -> Checkpoint:
+def with_saved_peft_names(ckpt: Checkpoint) -> Checkpoint:
     """Return the checkpoint with the parameters of an adapter named as PEFT saves them, in the model and in the
-    optimizer. Where two would get one name, it is returned as it is, with a note."""
-    tensors = {(p := _saved_path(t.path)): t if p == t.path else replace(t, path=p) for t in ckpt.tensors.values()}
+    optimizer. If two parameters would get the same name, all names are kept and a note is added."""
+    tensors = {
+        (p := _to_saved_peft_path(t.path)): t if p == t.path else replace(t, path=p) for t in ckpt.tensors.values()
+    }
     if len(tensors) != len(ckpt.tensors):
         return replace(
             ckpt, notes=[*ckpt.notes, _SEVERAL_ADAPTERS] if _SEVERAL_ADAPTERS not in ckpt.notes else ckpt.notes
@@ -416,15 +432,16 @@ def with_saved_names(ckpt: Checkpoint) -> Checkpoint:
         return ckpt
     values = {}
     for v in ckpt.values.values():
-        path, data = _saved_path(v.path), v.data
+        path, data = _to_saved_peft_path(v.path), v.data
         if path[:2] == ("optim", "param_groups") and path[3:] == ("params",) and isinstance(data, list):
-            data = [saved_name(n) if isinstance(n, str) else n for n in data]
+            data = [to_saved_peft_name(n) if isinstance(n, str) else n for n in data]
         values[joined(path)] = Value(path, data)
     return replace(ckpt, tensors={joined(p): t for p, t in tensors.items()}, values=values)
 
 
-def with_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
-    """Return the checkpoint with a prefix before the names of the parameters in the optimizer."""
+def with_optimizer_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
+    """Return the checkpoint with `prefix` put before every parameter name in the optimizer; weights keep their
+    names."""
     out = replace(ckpt, tensors={}, values={}, origin={})
     for t in ckpt.tensors.values():
         path = (*t.path[:2], prefix + str(t.path[2]), *t.path[3:]) if t.path[:2] == ("optim", "state") else t.path
@@ -439,27 +456,28 @@ def with_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
     return out
 
 
-def _saved_path(path: Path) -> Path:
+def _to_saved_peft_path(path: Path) -> Path:
     """Return the canonical path of an entry with the parameter in it named as PEFT saves it."""
     if path[0] == "model" and len(path) == 2:
-        return ("model", saved_name(str(path[1])))
+        return ("model", to_saved_peft_name(str(path[1])))
     return (
-        ("optim", "state", saved_name(str(path[2])), *path[3:])
+        ("optim", "state", to_saved_peft_name(str(path[2])), *path[3:])
         if path[:2] == ("optim", "state") and len(path) > 2
         else path
     )
 
 
-def _possible_orders(
+def _list_parameter_orders(
     model: Mapping[str, TensorEntry], whole: Checkpoint, options: ReadOptions
 ) -> Iterable[Mapping[str, TensorEntry]]:
-    """Return the weights in every order that the module may have, the likelier first: safetensors files sort names,
-    torch.save keeps their order.
+    """Return the candidate orders of the weights in the module, likeliest first, each as {name: weight}. Files of
+    torch.save keep the order; safetensors files sort the names.
 
     Args:
         model: {name: weight} in the order of the files.
-        whole: what was read so far, with config.json if there is one; gets a note where that does not help.
-        options: what the user gave.
+        whole: the index of the parts read so far, with config.json if there is one; gets a note if that config gives no
+            order.
+        options: options of the read; its `like` and `config` can tell the order.
 
     Raises:
         MissingPackage, Unsupported: the order cannot be taken from the config that the user gave.
@@ -476,12 +494,18 @@ def _possible_orders(
             if options.config is not None:
                 raise
             whole.notes.append(f"the order of the parameters was not taken from config.json: {str(e).rstrip('.')}")
-    return ({n: model[n] for n in order} for order in possible_orders(model))
+    return ({n: model[n] for n in order} for order in iterate_possible_orders(model))
 
 
-def _read_data(source: Source, part: DirectoryPart, options: ReadOptions, whole: Checkpoint) -> Checkpoint:
-    """Return the index of a part that is plain data (a file of torch.save or of JSON); its tensors stay where they are.
-    `whole` is what was read before.
+def _read_data_part(source: Source, part: DirectoryPart, options: ReadOptions, whole: Checkpoint) -> Checkpoint:
+    """Return the index of a part that is plain data, a file of torch.save or of JSON. Tensors stay in the file: the
+    index refers to their bytes.
+
+    Args:
+        source: the directory.
+        part: which part.
+        options: those of the whole read.
+        whole: the index of the parts read so far.
 
     Raises:
         Corrupt: the file is damaged or holds something else. Unsafe: its pickle would run code. Unsupported: it cannot
@@ -494,28 +518,28 @@ def _read_data(source: Source, part: DirectoryPart, options: ReadOptions, whole:
         leaves: dict[Path, object] = {(str(k),): v for k, v in tree.items()} if isinstance(tree, dict) else {(): tree}
     else:
         read_at = source.reader_of(part.name)
-        out.notes += torch_zip.refuse_other_rank(read_at, out.sizes[0], what, options.allow_equal_ranks)
+        out.notes += torch_zip.refuse_file_of_other_rank(read_at, out.sizes[0], what, options.allow_equal_ranks)
         tree = torch_zip.read(read_at, 0, source.size(part.name), what)
-        leaves, records = stored_tensors.leaves(tree, (), 0, read_at, what)
+        leaves, records = stored_tensors.read_leaves(tree, (), 0, read_at, what)
         out.records.extend(records)
     if part.layout != DATA and () in leaves:
         raise Corrupt(f"{what} holds {short(leaves[()])}, not a dict with names.", code="CKPT0406")
     if part.layout == _OURS:
         leaves = _parse_left_over(leaves, what)
     if part.layout == FOREIGN:
-        leaves = _with_foreign_optimizer(leaves, whole, part, out.notes)
+        leaves = _with_foreign_optimizer_as_extra(leaves, whole, part, out.notes)
     if part.layout in (TREE, FOREIGN):
-        named = canonical(leaves, shape_of)
+        named = make_canonical_state(leaves, shape_of)
         leaves, out.origin = named.leaves, named.origin
         if part.component != "model":
-            _refuse_weights(what, (p for p, x in leaves.items() if isinstance(x, TensorEntry)), whole)
+            _refuse_stray_weights(what, (p for p, x in leaves.items() if isinstance(x, TensorEntry)), whole)
     for path, leaf in leaves.items():
         if part.layout == DATA:
-            path = _canonical_path(part, path)
+            path = _to_canonical_path(part, path)
             if part.rank and (known := whole.values.get(joined(path))) is not None and same_value(known.data, leaf):
                 continue
             if part.rank and (joined(path) in whole.tensors or joined(path) in whole.values):
-                path = ("extra", *of_rank(part.rank, path))
+                path = ("extra", *make_per_rank_path(part.rank, path))
         if isinstance(leaf, TensorEntry):
             out.tensors[joined(path)] = replace(leaf, path=path)
         elif isinstance(leaf, Composite):
@@ -525,8 +549,8 @@ def _read_data(source: Source, part: DirectoryPart, options: ReadOptions, whole:
     return out
 
 
-def _canonical_path(part: DirectoryPart, path: Path) -> Path:
-    """Return the canonical path of a leaf that is at `path` in the file of a part of plain data."""
+def _to_canonical_path(part: DirectoryPart, path: Path) -> Path:
+    """Return the canonical path of a leaf in a part of plain data. `path` is its path in the file."""
     if part.component == "trainer" and (not path or isinstance(path[0], int)):  # no dict, which has counters
         return ("extra", "trainer", *path)
     if not path:
@@ -537,11 +561,18 @@ def _canonical_path(part: DirectoryPart, path: Path) -> Path:
     return (part.component, part.keys.get(head, path[0]), *path[1:])
 
 
-def _with_foreign_optimizer(
+def _with_foreign_optimizer_as_extra(
     leaves: dict[Path, object], whole: Checkpoint, part: DirectoryPart, notes: list[str]
 ) -> dict[Path, object]:
-    """Return {path: leaf} of a part, its optimizer moved to `extra` under its own names if it does not name the
-    parameters as the weights of `whole` do; `notes` gets that."""
+    """Return {path: leaf} of a part. If its optimizer names parameters that the weights do not have, the optimizer is
+    moved to extra.<name of the file>.optimizer.
+
+    Args:
+        leaves: {path in the file: leaf}.
+        whole: the index of the parts read so far, with the weights.
+        part: the part that holds the leaves.
+        notes: gets a note if the optimizer is moved.
+    """
     model = {joined(t.path[1:]) for t in whole.tensors.values() if t.path[0] == "model"}
     named = dict.fromkeys(p[2] for p in leaves if p[:2] == ("optimizer", "state") and len(p) > 3)
     if not named:  # an optimizer without slots, as SGD, names its parameters in the groups alone
@@ -559,14 +590,15 @@ def _with_foreign_optimizer(
 
 
 def _parse_left_over(leaves: Mapping[Path, Any], what: str) -> dict[Path, Any]:
-    """Return {canonical path: leaf} of the file in which ckpttool keeps what the trainer has no file for.
+    """Return {canonical path: leaf} of ckpttool_state.pt, in which ckpttool keeps state that the trainer has no file
+    for.
 
     Args:
         leaves: {path in the file: leaf}.
         what: name of the file in messages.
 
     Raises:
-        Corrupt: it is not what ckpttool writes.
+        Corrupt: ckpttool did not write the file like this.
     """
     values, paths = leaves.get(("values",), ()), leaves.get(("paths",), ())
     out: dict[Path, Any] = {}
@@ -583,15 +615,15 @@ def _parse_left_over(leaves: Mapping[Path, Any], what: str) -> dict[Path, Any]:
     return out
 
 
-def _add(out: Checkpoint, found: Checkpoint, part: DirectoryPart) -> None:
-    """Add the index `found` of a part to `out`, that of the directory.
+def _merge_part_index(out: Checkpoint, found: Checkpoint, part: DirectoryPart) -> None:
+    """Merge the index `found` of a part into `out`, the index of the directory, in place.
 
     Raises:
-        Corrupt: an entry of the part is there already.
+        Corrupt: `out` has an entry of the part already.
     """
     by = len(out.files)
     for path in [*(t.path for t in found.tensors.values()), *(v.path for v in found.values.values())]:
-        _refuse_second(out, (path[0], *part.under, *path[1:]), part)
+        _refuse_duplicate_entry(out, (path[0], *part.under, *path[1:]), part)
     out.files += found.files
     out.sizes += found.sizes
     for t in found.tensors.values():
@@ -624,16 +656,16 @@ def _add(out: Checkpoint, found: Checkpoint, part: DirectoryPart) -> None:
         out.rounded |= {n: replace(t, chunks=t.chunks.moved(by)) for n, t in found.rounded.items()}
 
 
-def _refuse_second(out: Checkpoint, path: Path, part: DirectoryPart) -> None:
-    """Refuse an entry of a part that another part holds too.
+def _refuse_duplicate_entry(out: Checkpoint, path: Path, part: DirectoryPart) -> None:
+    """Raise if an entry of a part is in the index of the directory already.
 
     Args:
         out: the index of the directory so far.
         path: canonical path of the entry.
-        part: where it is now.
+        part: the part that holds the entry.
 
     Raises:
-        Corrupt: it is in `out` already.
+        Corrupt: `out` has an entry at the path.
     """
     name = joined(path)
     if name in out.tensors or name in out.values:
@@ -645,7 +677,8 @@ def _refuse_second(out: Checkpoint, path: Path, part: DirectoryPart) -> None:
 
 
 def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
-    """Return the index with raw byte ranges: items of dcp are looked into, names of the Hub become those in memory.
+    """Return the index with every tensor as raw byte ranges: those in dcp items are found (`dcp.locate`), and weights
+    in safetensors files get their names in memory (`hf.locate`).
 
     Raises:
         Corrupt, Unsafe, Unsupported: an item is damaged, would run code, or cannot be read.
@@ -657,10 +690,13 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
     return ckpt
 
 
-def resumes_in(program: str, where: str | None = "at any world size") -> Callable[[Advice], str]:
-    """Return the function that says that a program resumes from a checkpoint, and how torch's own loader gets it.
+def make_resume_advice(program: str, where: str | None = "at any world size") -> Callable[[Advice], str]:
+    """Return a function from `Advice` to a text: the program resumes from the checkpoint, and the command that converts
+    it to dcp.
 
-    `where` says at which world size; None for that of the ranks that saved.
+    Args:
+        program: the program's name in the text.
+        where: at which world size it resumes, as text; None for that of the ranks that saved.
     """
 
     def next_step(advice: Advice) -> str:
@@ -671,7 +707,7 @@ def resumes_in(program: str, where: str | None = "at any world size") -> Callabl
     return next_step
 
 
-def rows_of_unrun_program(
+def make_unrun_program_rows(
     name: str,
     title: str,
     what: str,
@@ -682,15 +718,16 @@ def rows_of_unrun_program(
     loader: str,
     saved: bool = False,
 ) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """Return the rows, in the tables of the documents (docs/_hooks.py), of a program that was not run as a whole.
+    """Return {table of the documents (docs/_hooks.py): rows} for a program that was not run as a whole.
 
     Args:
-        name: of the layout.
-        title: of the program.
-        what: of which files a checkpoint is made.
-        state: what it holds.
-        optimizer, rng, loader: whether the optimizer, the RNG states and the data loader are read.
-        saved: its own code has saved a small job on CPUs, and others have resumed that; otherwise its source was read.
+        name: name of the layout.
+        title: name of the program.
+        what: the files that a checkpoint consists of.
+        state: the state that it holds.
+        optimizer, rng, loader: text on whether the optimizer, the RNG states and the data loader are read.
+        saved: True if the program's own code has saved a small job on CPUs that other jobs resumed; False if only its
+            source was read.
     """
     read = "yes; its code that saves was run" if saved else "yes; the format of its files, the program was not run"
     return {

@@ -16,13 +16,13 @@ __all__ = [
     "RANDOM_STATES",
     "RNG_KEYS",
     "RNG_STATE",
-    "has_loaders",
-    "models_in",
-    "numbered",
-    "optimizers_in",
+    "has_rank_loaders",
+    "list_model_parts",
+    "list_optimizer_parts",
+    "list_other_parts",
+    "list_state_parts",
+    "match_numbered_names",
     "refuse_missing_shards",
-    "rest_in",
-    "state_in",
 ]
 
 #: {what Accelerate calls a part of a rank's RNG state: its canonical name, which is Trainer's}
@@ -34,21 +34,21 @@ RNG_KEYS = {
 }
 
 
-def has_loaders(source: Source) -> bool:
+def has_rank_loaders(source: Source) -> bool:
     """Return whether a folder has the data loader of each rank, in dataloader/rank_{r}.pt."""
-    return "dataloader" in source.list() and any(numbered(source.list("dataloader"), r"rank_(\d{1,6})\.pt"))
+    return "dataloader" in source.list() and any(match_numbered_names(source.list("dataloader"), r"rank_(\d{1,6})\.pt"))
 
 
-def numbered(names: Sequence[str], pattern: str) -> Iterator[tuple[str, int]]:
-    """Yield (name, its number) of the names that a pattern with one group matches whole, by number; it is 0 where the
-    group matches nothing."""
+def match_numbered_names(names: Sequence[str], pattern: str) -> Iterator[tuple[str, int]]:
+    """Yield (name, number) of the names that a pattern with one group matches in full, in the order of the numbers. The
+    group is the number; it is 0 where the group matches nothing."""
     rows = [(name, int(m[1] or 0)) for name in names if (m := re.fullmatch(pattern, name))]
     yield from sorted(rows, key=lambda row: row[1])
 
 
-def models_in(names: Sequence[str]) -> list[DirectoryPart]:
-    """List the models among the names in a directory, by number: each has its number as the path below its
-    component."""
+def list_model_parts(names: Sequence[str]) -> list[DirectoryPart]:
+    """List the parts that hold models, by number, among the names in a directory. The number of each is the path below
+    its component (`under`)."""
     found: list[DirectoryPart] = []
     for pattern, layout in (
         (r"pytorch_model_fsdp_(\d+)", "dcp"),
@@ -56,7 +56,7 @@ def models_in(names: Sequence[str]) -> list[DirectoryPart]:
         (r"(?:adapter_model|model)(?:_(\d+))?\.safetensors", "hf"),
         (r"(?:pytorch_model|adapter_model)(?:_(\d+))?\.bin", "full"),
     ):
-        found = [DirectoryPart(name, layout, "model", (str(i),)) for name, i in numbered(names, pattern)]
+        found = [DirectoryPart(name, layout, "model", (str(i),)) for name, i in match_numbered_names(names, pattern)]
         if found:
             break
     else:
@@ -64,31 +64,37 @@ def models_in(names: Sequence[str]) -> list[DirectoryPart]:
             found = [DirectoryPart("", "hf", "model", ("0",))]
         elif shards := [n for n in names if re.fullmatch(r"pytorch_model-\d{5}-of-\d{5}\.bin", n)]:
             found = [DirectoryPart(name, "full", "model", ("0",)) for name in shards]
-        elif any(numbered(names, r"pytorch_model_fsdp_rank(\d+)\.bin")):
+        elif any(match_numbered_names(names, r"pytorch_model_fsdp_rank(\d+)\.bin")):
             found = [DirectoryPart("", "fsdp1", "model", ("0",))]
     return found
 
 
-def optimizers_in(names: Sequence[str]) -> list[DirectoryPart]:
-    """List the optimizers among the names in a directory, by number; that of number i is the optimizer of model i."""
+def list_optimizer_parts(names: Sequence[str]) -> list[DirectoryPart]:
+    """List the parts that hold optimizers, by number, among the names in a directory. Optimizer i belongs to model
+    i."""
     for pattern, layout in ((r"optimizer_(\d+)", "dcp"), (r"optimizer(?:_(\d+))?\.(?:bin|pt)", "full")):
-        found = [DirectoryPart(name, layout, "optim", (str(i),)) for name, i in numbered(names, pattern)]
+        found = [DirectoryPart(name, layout, "optim", (str(i),)) for name, i in match_numbered_names(names, pattern)]
         if found:
             return found
     return []
 
 
-def state_in(names: Sequence[str]) -> list[DirectoryPart]:
-    """List models and optimizers among the names in a directory; a single model needs no number."""
-    models, optimizers = models_in(names), optimizers_in(names)
+def list_state_parts(names: Sequence[str]) -> list[DirectoryPart]:
+    """List the parts that hold models and optimizers among the names in a directory. Their numbers (`under`) are left
+    out if there is one model and at most one optimizer."""
+    models, optimizers = list_model_parts(names), list_optimizer_parts(names)
     if len({part.under for part in models}) < 2 and len(optimizers) < 2:
         return [replace(part, under=()) for part in (*models, *optimizers)]
     return [*models, *optimizers]
 
 
-def rest_in(names: Sequence[str], rng: str) -> list[DirectoryPart]:
-    """List schedulers, scalers, data loaders, RNG states and registered objects among the names in a directory. `rng`
-    is the pattern of the files with RNG states, whose group is the rank."""
+def list_other_parts(names: Sequence[str], rng: str) -> list[DirectoryPart]:
+    """List the parts besides models and optimizers: schedulers, scalers, data loaders, RNG states, registered objects.
+
+    Args:
+        names: the names in the directory.
+        rng: pattern of the names of the files with RNG states; its group is the rank.
+    """
     out: list[DirectoryPart] = []
     for pattern, component in (
         (r"scheduler(?:_(\d+))?\.(?:bin|pt)", "scheduler"),
@@ -96,16 +102,16 @@ def rest_in(names: Sequence[str], rng: str) -> list[DirectoryPart]:
         (r"sampler(?:_(\d+))?\.bin", "dataloader"),
         (r"dl_state_dict(?:_(\d+))?\.bin", "dataloader"),
     ):
-        found = list(numbered(names, pattern))
+        found = list(match_numbered_names(names, pattern))
         for name, i in found:
             key = name.partition(".")[0] if component == "dataloader" else str(i)
             out.append(
                 DirectoryPart(name, DATA, component, (key,) if len(found) > 1 or component == "dataloader" else ())
             )
-    out += [DirectoryPart(name, DATA, "rng", (str(i),), RNG_KEYS) for name, i in numbered(names, rng)]
+    out += [DirectoryPart(name, DATA, "rng", (str(i),), RNG_KEYS) for name, i in match_numbered_names(names, rng)]
     out += [
         DirectoryPart(name, DATA, "extra", (name.partition(".")[0],))
-        for name, _ in numbered(names, r"custom_checkpoint_(\d+)\.pkl")
+        for name, _ in match_numbered_names(names, r"custom_checkpoint_(\d+)\.pkl")
     ]
     return out
 
@@ -115,10 +121,11 @@ RNG_STATE = r"rng_state(?:_(\d{1,6}))?\.pth"
 
 
 def refuse_missing_shards(source: Source) -> None:
-    """Refuse a model of which not all numbered *.bin shards are there. Those of safetensors the layout hf counts.
+    """Raise if one of the numbered pytorch_model-*.bin shards is missing. (Shards in safetensors are counted by layout
+    hf.)
 
     Raises:
-        Corrupt: with the first that is missing.
+        Corrupt: with the first missing shard.
     """
     for name in (names := source.list()):
         if m := re.fullmatch(r"pytorch_model-(\d{5})-of-(\d{5})\.bin", name):

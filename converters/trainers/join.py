@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ckpttool.errors import Unsupported, argument
-from ckpttool.formats.subclasses import put_together
+from ckpttool.formats.subclasses import make_composite_call
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.huggingface import model_names
 from ckpttool.index.checkpoint import Checkpoint, Chunks, Number, Path, TensorEntry, Value, joined
 from ckpttool.index.composites import Composite, collapse_composites
 from ckpttool.index.draft import Draft, DraftFile, Written
-from ckpttool.index.param_groups import list_numbered
+from ckpttool.index.param_groups import list_numbered_parameters
 from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
@@ -29,18 +29,18 @@ from ckpttool.storage.source import Source
 from .. import full
 from ..dcp.write_dcp import write as write_dcp
 from ..options import DirectoryOptions
-from .dialect import LEFT_OVER, live_name
+from .dialect import LEFT_OVER, to_live_peft_name
 
 __all__ = [
     "SmallFile",
-    "data_files",
-    "declare_order",
-    "joined_drafts",
-    "left_over",
-    "numbered_parameters",
-    "numbered_tree",
+    "collect_left_over_state",
+    "draft_model_and_optimizer",
+    "draft_small_files",
+    "join_drafts",
+    "make_component_tree",
+    "number_parameters",
+    "sort_param_groups",
     "state_dict_type",
-    "state_drafts",
 ]
 
 
@@ -63,14 +63,14 @@ def state_dict_type(ckpt: Checkpoint, options: WriteOptions) -> str:
     return options.of(DirectoryOptions).state_dict_type or ("ddp" if options.ranks(ckpt) == 1 else "sharded")
 
 
-def state_drafts(
+def draft_model_and_optimizer(
     ckpt: Checkpoint,
     source: Source,
     options: WriteOptions,
     names: Mapping[str, tuple[str, str]],
     at_root: bool = False,
 ) -> list[tuple[str, Draft]]:
-    """Return (folder with "/", or "", draft) of the model and of the optimizer, as far as there are any.
+    """Draft the model and the optimizer, each if the checkpoint has it.
 
     Sharded ones are written as dcp, the others as files of torch.save.
 
@@ -81,6 +81,9 @@ def state_drafts(
         names: {state dict type: (name of the model, name of the optimizer)}: of folders of dcp, or of files.
         at_root: a folder of dcp holds the state dict itself; otherwise it is below the key "model" or "optimizer".
 
+    Returns:
+        [(folder with "/", or "" for the directory itself, draft)], the model first.
+
     Raises:
         Unsupported: the type is ddp, whose optimizer numbers its parameters, and their order is not known; or ddp of an
             adapter.
@@ -88,7 +91,7 @@ def state_drafts(
     kind = state_dict_type(ckpt, options) if "ddp" in names else "sharded"
     sharded = kind == "sharded"
     adapter = next(
-        (n for t in ckpt.tensors.values() if t.path[0] == "model" and live_name(n := str(t.path[1])) != n), None
+        (n for t in ckpt.tensors.values() if t.path[0] == "model" and to_live_peft_name(n := str(t.path[1])) != n), None
     )
     if kind == "ddp" and adapter is not None:
         raise Unsupported(
@@ -98,7 +101,7 @@ def state_drafts(
             code="CKPT0321",
         )
     otherwise = f"; or write it for a job with FSDP: {argument('state_dict_type', 'sharded', 'DirectoryOptions')}"
-    numbers = numbered_parameters(ckpt, options, "A job without FSDP", otherwise) if kind == "ddp" else {}
+    numbers = number_parameters(ckpt, options, "A job without FSDP", otherwise) if kind == "ddp" else {}
     out = []
     for component, key, name in zip(("model", "optim"), ("model", "optimizer"), names[kind], strict=True):
         part = ckpt.only([component])
@@ -106,18 +109,18 @@ def state_drafts(
             continue
         part = replace(part, origin={}, ranks={}, notes=[])
         write = write_dcp if sharded else full.write
-        tree = partial(numbered_tree, (key,) if sharded and not at_root else (), numbers)
+        tree = partial(make_component_tree, (key,) if sharded and not at_root else (), numbers)
         folder, _, file = (f"{name}/" if sharded else name).rpartition("/")
         draft = write(part, source, replace(options, target=file or name, own=None, tree=tree))
         if numbers and component == "optim":
-            declare_order(draft, numbers)
+            sort_param_groups(draft, numbers)
         out.append((f"{folder}/" if folder else "", draft))
     return out
 
 
-def declare_order(draft: Draft, numbers: Mapping[str, int]) -> None:
-    """List the parameters of the param groups of a draft by number, and put their names into `param_names`. `numbers`
-    are {FQN: number}."""
+def sort_param_groups(draft: Draft, numbers: Mapping[str, int]) -> None:
+    """Sort the `params` of each param group of a draft by number, in place, and add their names as `param_names`.
+    `numbers` are {FQN: number}."""
     for n, v in list(draft.checkpoint.values.items()):
         if v.path[:2] == ("optim", "param_groups") and v.path[3:] == ("params",):
             listed = sorted(v.data, key=lambda fqn: numbers[fqn])
@@ -126,19 +129,25 @@ def declare_order(draft: Draft, numbers: Mapping[str, int]) -> None:
                 draft.changed[n] = "in the order of the modules"
             names = f"{joined(v.path[:3])}.param_names"
             if names not in draft.checkpoint.values:
-                draft.synthesized_values[names] = [live_name(fqn) for fqn in listed]
-            elif draft.checkpoint.values[names].data != (own := [live_name(fqn) for fqn in listed]):
+                draft.synthesized_values[names] = [to_live_peft_name(fqn) for fqn in listed]
+            elif draft.checkpoint.values[names].data != (own := [to_live_peft_name(fqn) for fqn in listed]):
                 draft.checkpoint.values[names] = Value((*v.path[:3], "param_names"), own)
                 draft.changed[names] = "in the order of the modules"
 
 
-def numbered_parameters(ckpt: Checkpoint, options: WriteOptions, job: str, otherwise: str) -> dict[str, int]:
-    """Return {FQN: its number} as `Optimizer.state_dict()` numbers the parameters of a job: by group, and in each in
-    the order of the module. `job` begins the message of a refusal, and `otherwise` ends it.
+def number_parameters(ckpt: Checkpoint, options: WriteOptions, job: str, otherwise: str) -> dict[str, int]:
+    """Return {FQN: number} as `Optimizer.state_dict()` numbers the parameters of a job: group by group, each in the
+    order of the module.
 
-    The order is that of `options.config` or `options.like`, or that of the numbers in the source. Without them it is
-    that of the param groups, if that of the model's weights is the same and neither is the alphabet's, in which files
-    sort names.
+    The order comes from `options.config` or `options.like`, or from the numbers in the source. Without them it is the
+    order of the param groups, if the model's weights have the same one and neither is alphabetical, as files sort
+    names.
+
+    Args:
+        ckpt: the checkpoint with names.
+        options: those of the conversion.
+        job: subject of the error message, as "A job without FSDP".
+        otherwise: end of the error message, another way out; "" for none.
 
     Raises:
         Unsupported: the order is not known, or the optimizer does not list its parameters.
@@ -156,7 +165,9 @@ def numbered_parameters(ckpt: Checkpoint, options: WriteOptions, job: str, other
     elif options.config is not None:
         order = list(model_names.sort_by_module_order(dict.fromkeys(weights), model_names.load_config(options.config)))
     else:
-        order = list(ckpt.numbered or list_numbered(ckpt.origin)) or ([] if weights == sorted(weights) else weights)
+        order = list(ckpt.numbered or list_numbered_parameters(ckpt.origin)) or (
+            [] if weights == sorted(weights) else weights
+        )
     place = {name: i for i, name in enumerate(order)}
     known = all(name in place for group in groups for name in group)
     in_order = [sorted(group, key=lambda name: place[name]) for group in groups] if known else []
@@ -173,16 +184,19 @@ def numbered_parameters(ckpt: Checkpoint, options: WriteOptions, job: str, other
     return {name: i for i, name in enumerate(n for g in in_order for n in g)}
 
 
-def numbered_tree(key: Path, numbers: Mapping[str, int], leaves: dict[Path, object]) -> dict[Path, object]:
+def make_component_tree(key: Path, numbers: Mapping[str, int], leaves: dict[Path, object]) -> dict[Path, object]:
     """Return {path in the file: leaf} of one component, below `key`.
 
-    The optimizer has `numbers` for its parameters where there are any, and their names in `param_names`, as torch >=
+    With `numbers`, the optimizer refers to its parameters by number and has their names in `param_names`, as torch >=
     2.6 saves them (Optimizer.state_dict); otherwise the parameters of an adapter have the names of the live module.
 
     Args:
-        key: what stands before every path; () for nothing.
+        key: path in the file below which the component is; () for the root.
         numbers: {FQN: number of the parameter}; empty where names are kept.
         leaves: {canonical path: leaf}.
+
+    Raises:
+        Unsupported: the optimizer has state of a parameter that no param group lists.
     """
 
     def name(fqn: str) -> str | int:
@@ -197,7 +211,7 @@ def numbered_tree(key: Path, numbers: Mapping[str, int], leaves: dict[Path, obje
                 "to do with it.",
                 code="CKPT0308",
             )
-        return numbers[fqn] if numbers else live_name(fqn)
+        return numbers[fqn] if numbers else to_live_peft_name(fqn)
 
     out: dict[Path, object] = {}
     for path, leaf in leaves.items():
@@ -207,7 +221,7 @@ def numbered_tree(key: Path, numbers: Mapping[str, int], leaves: dict[Path, obje
         elif path[:2] == ("optim", "param_groups") and path[3:] == ("params",) and isinstance(leaf, list):
             if numbers:
                 leaf = sorted(leaf, key=lambda n: numbers[n])
-                out[*key, *path[1:3], "param_names"] = [live_name(n) for n in leaf]
+                out[*key, *path[1:3], "param_names"] = [to_live_peft_name(n) for n in leaf]
             leaf = [name(n) if isinstance(n, str) else n for n in leaf]
         elif numbers and path[3:] == ("param_names",):
             continue
@@ -215,8 +229,9 @@ def numbered_tree(key: Path, numbers: Mapping[str, int], leaves: dict[Path, obje
     return out
 
 
-def data_files(ckpt: Checkpoint, files: Sequence[SmallFile], options: WriteOptions) -> Draft:
-    """Draft small files. Tensors of `ckpt` in them are copied; everything else is literal."""
+def draft_small_files(ckpt: Checkpoint, files: Sequence[SmallFile], options: WriteOptions) -> Draft:
+    """Draft files of torch.save and JSON. Tensors of `ckpt` in them are copied from the source; all other leaves are
+    written as they are."""
     out = TorchFiles()
     tensors: dict[str, TensorEntry] = {}
     for file in files:
@@ -231,10 +246,10 @@ def data_files(ckpt: Checkpoint, files: Sequence[SmallFile], options: WriteOptio
         entries: list[tuple[str, TensorEntry]] = []
         for path, leaf in collapse_composites(file.leaves).items():
             if isinstance(leaf, TensorEntry):
-                leaf = _reference(leaf, options, storages, entries)
+                leaf = _add_storage(leaf, options, storages, entries)
             elif isinstance(leaf, Composite):
-                inside = {n: _reference(t, options, storages, entries) for n, t in leaf.tensors.items()}
-                leaf = put_together(leaf, inside)
+                inside = {n: _add_storage(t, options, storages, entries) for n, t in leaf.tensors.items()}
+                leaf = make_composite_call(leaf, inside)
             tree[path] = leaf
         number = out.add(file.name, tree[()] if () in tree else nest(tree), storages)
         for key, t in entries:
@@ -244,15 +259,15 @@ def data_files(ckpt: Checkpoint, files: Sequence[SmallFile], options: WriteOptio
     return out.draft(index, {n: ckpt.tensors[n] for n in tensors})
 
 
-def _reference(
+def _add_storage(
     t: TensorEntry, options: WriteOptions, storages: dict[str, int], entries: list[tuple[str, TensorEntry]]
 ) -> TensorRef:
-    """Give a tensor a storage of its own in a file, and return the reference to it that is pickled.
+    """Add a tensor to a file, in a storage of its own, and return the reference that is pickled for it.
 
     Args:
         t: the tensor.
         options: says to which dtype it is cast.
-        storages: gets {key of the storage: its bytes}.
+        storages: gets {key of the storage: number of bytes}.
         entries: gets (key of the storage, tensor with the dtype to write).
     """
     t = replace(t, dtype=options.cast(joined(t.path), t.dtype))
@@ -262,10 +277,10 @@ def _reference(
     return TensorRef(t.dtype, t.shape, key, t.numel)
 
 
-def joined_drafts(
+def join_drafts(
     name: str, ckpt: Checkpoint, parts: Sequence[tuple[str, Draft]], options: WriteOptions, world: int | None
 ) -> Draft:
-    """Join several drafts to that of one directory. The files of the last one come last.
+    """Join the drafts of the parts of a directory into one draft. Files keep the order of the parts.
 
     Args:
         name: the layout of the result.
@@ -313,19 +328,24 @@ def joined_drafts(
     return out
 
 
-def left_over(ckpt: Checkpoint, placed: set[Path]) -> tuple[list[SmallFile], list[str]]:
-    """Return (the file ckpttool_state.pt with everything besides model and optimizer that no other file has, a note on
-    it), each a list of one; both are empty where nothing is left.
+def collect_left_over_state(ckpt: Checkpoint, placed: set[Path]) -> tuple[list[SmallFile], list[str]]:
+    """Collect the state besides model and optimizer that no other file holds, for the file ckpttool_state.pt.
 
     The file is {"values": ((path, data), ...), "tensors": {"0": tensor, ...}, "paths": (path of tensor 0, ...)}.
-    `placed` are the canonical paths that other files have.
+
+    Args:
+        ckpt: what is written.
+        placed: the canonical paths that other files hold.
+
+    Returns:
+        ([ckpttool_state.pt], [a note on it]); two empty lists if nothing is left.
     """
     rest = {p: leaf for p, leaf in ckpt.leaves().items() if p[0] not in ("model", "optim") and p not in placed}
     if not rest:
         return [], []
     tensors = [leaf for leaf in rest.values() if isinstance(leaf, TensorEntry)]
-    values = tuple((_with_text_keys(p), leaf) for p, leaf in rest.items() if not isinstance(leaf, TensorEntry))
-    leaves: dict[Path, object] = {("values",): values, ("paths",): tuple(_with_text_keys(t.path) for t in tensors)}
+    values = tuple((_with_text_numbers(p), leaf) for p, leaf in rest.items() if not isinstance(leaf, TensorEntry))
+    leaves: dict[Path, object] = {("values",): values, ("paths",): tuple(_with_text_numbers(t.path) for t in tensors)}
     leaves |= {("tensors", str(i)): t for i, t in enumerate(tensors)}
     kept = sorted({str(p[0]) if p[0] != "extra" else joined(p[:2]) for p in rest})
     return [SmallFile(LEFT_OVER, leaves)], [
@@ -333,6 +353,6 @@ def left_over(ckpt: Checkpoint, placed: set[Path]) -> tuple[list[SmallFile], lis
     ]
 
 
-def _with_text_keys(path: Path) -> Path:
-    """Return a path whose numbers of parameters are text, as in DCP."""
+def _with_text_numbers(path: Path) -> Path:
+    """Return the path with every `Number` of a parameter as text, as in DCP; other integers stay."""
     return tuple(p if type(p) is int else str(p) for p in path)

@@ -29,7 +29,7 @@ from ckpttool.storage.source import Source
 
 from ..options import DirectoryOptions
 from .dialect import DATA, Dialect, DirectoryPart
-from .filenames import numbered
+from .filenames import match_numbered_names
 
 __all__ = ["LLAMA_FACTORY"]
 
@@ -52,8 +52,8 @@ def _has_counters(source: Source) -> bool:
     return isinstance(tree, dict) and {"global_step", "epoch"} <= tree.keys()
 
 
-def _layout_of_model(source: Source) -> str | None:
-    """Return the layout of model/: dcp, hf, or full for one file of torch.save; None where it is none of them."""
+def _detect_model_layout(source: Source) -> str | None:
+    """Return the layout of model/: "dcp", "hf", or "full" for one file of torch.save; None if it has no weights."""
     names = source.list("model")
     if ".metadata" in names:
         return "dcp"
@@ -63,27 +63,28 @@ def _layout_of_model(source: Source) -> str | None:
 
 
 def _detect(source: Source) -> tuple[bool, str]:
-    """Return whether a folder has weights in model/ and LLaMA-Factory's counters beside them; and, as text, why or why
-    not."""
+    """Return whether a folder has weights in model/ and LLaMA-Factory's counters in metadata.json, and the reason as
+    text."""
     names = source.list()
     if _COUNTERS not in names or "model" not in names or "latest" in names:
         return False, f"no {_COUNTERS} beside model/"
-    if _layout_of_model(source) is None or not (_COMPLETE in names or _has_counters(source)):
+    if _detect_model_layout(source) is None or not (_COMPLETE in names or _has_counters(source)):
         return False, f"model/ without weights, or a {_COUNTERS} of something else"
     return True, f"has model/ and {_COUNTERS} with global_step"
 
 
-def _files_of_ranks(source: Source, folder: str) -> list[tuple[str, int]]:
-    """List (file, rank) of what the ranks saved in a folder, by rank; a file is named from the directory."""
+def _list_rank_files(source: Source, folder: str) -> list[tuple[str, int]]:
+    """List (file, rank) of the files rank_N.pt in a folder, by rank; names are relative to the directory. Empty if
+    there is no such folder."""
     if not source.glance(folder)[0]:
         return []
-    return [(f"{folder}/{n}", rank) for n, rank in numbered(source.list(folder), _RANK)]
+    return [(f"{folder}/{n}", rank) for n, rank in match_numbered_names(source.list(folder), _RANK)]
 
 
-def _parts(source: Source) -> Sequence[DirectoryPart]:
+def _list_parts(source: Source) -> Sequence[DirectoryPart]:
     """List the parts: weights, optimizer, scheduler, counters, and the files of ranks."""
     names = source.list()
-    layout = _layout_of_model(source) or "dcp"
+    layout = _detect_model_layout(source) or "dcp"
     out = [DirectoryPart(_BIN if layout == "full" else "model", layout, "model")]
     if any(n == ".metadata" or n.endswith(".distcp") for n in source.list("optimizer")):
         out.append(DirectoryPart("optimizer", "dcp", "optim"))
@@ -92,15 +93,16 @@ def _parts(source: Source) -> Sequence[DirectoryPart]:
     if "scheduler.pt" in names:
         out.append(DirectoryPart("scheduler.pt", DATA, "scheduler"))
     out.append(DirectoryPart(_COUNTERS, DATA, "trainer"))
-    out += [DirectoryPart(n, DATA, "rng", (str(r),), _RNG_KEYS) for n, r in _files_of_ranks(source, "rng_state")]
-    out += [DirectoryPart(n, DATA, "dataloader", (str(r),)) for n, r in _files_of_ranks(source, "dataloader")]
+    out += [DirectoryPart(n, DATA, "rng", (str(r),), _RNG_KEYS) for n, r in _list_rank_files(source, "rng_state")]
+    out += [DirectoryPart(n, DATA, "dataloader", (str(r),)) for n, r in _list_rank_files(source, "dataloader")]
     return out
 
 
-def _notes(source: Source) -> Sequence[str]:
-    """Return notes that the save had not ended, or that the file of a rank is missing; empty where neither is so."""
+def _list_notes(source: Source) -> Sequence[str]:
+    """Return notes if the save did not finish, or if the RNG or data loader file of a rank is missing; otherwise an
+    empty list."""
     out = [] if source.exists(_COMPLETE) else [f"{_NOT_ENDED}: the save had not ended, and no job resumes from it"]
-    ranks = [{r for _, r in _files_of_ranks(source, folder)} for folder in ("rng_state", "dataloader")]
+    ranks = [{r for _, r in _list_rank_files(source, folder)} for folder in ("rng_state", "dataloader")]
     world = max((r + 1 for r in set.union(*ranks)), default=0)
     for folder, found in zip(("rng_state", "dataloader"), ranks, strict=True):
         if lost := sorted(set(range(world)) - found):
@@ -108,8 +110,9 @@ def _notes(source: Source) -> Sequence[str]:
     return out
 
 
-def _next_step(advice: Advice) -> str:
-    """Return a text: LLaMA-Factory resumes at any world size with FSDP2, and its data loaders at the same one."""
+def _describe_next_step(advice: Advice) -> str:
+    """Return advice on how LLaMA-Factory resumes from the directory: with FSDP2, without FSDP, or not at all if the
+    save did not finish."""
     model, again = advice.export_advice(), advice.convert("--for llamafactory -n RANKS")
     if any(n.startswith(_NOT_ENDED) for n in advice.ckpt.notes):
         return f"LLaMA-Factory does not resume from it; if it is whole all the same: {again} ({model})"
@@ -118,9 +121,9 @@ def _next_step(advice: Advice) -> str:
     return f"resumes at any world size in LLaMA-Factory with FSDP2; nothing to convert ({model})"
 
 
-def _unfinished(folder: SeenFolder) -> Unfinished | None:
-    """Return what shows that a save did not end: counters of LLaMA-Factory without its last file. None where nothing
-    does."""
+def _find_unfinished_save(folder: SeenFolder) -> Unfinished | None:
+    """Return the evidence that a save did not finish: a folder checkpoint-N has LLaMA-Factory's counters and no
+    CHECKPOINT_COMPLETE. None otherwise."""
     if not re.fullmatch(r"checkpoint-\d+", folder.name) or "trainer_state.json" in folder.names:
         return None
     if _COMPLETE in folder.names or _COUNTERS not in folder.names or not _has_counters(folder.source):
@@ -181,19 +184,19 @@ LLAMA_FACTORY = Dialect(
     detect=_detect,
     write=layouts.late("ckpttool.converters.trainers.write_directories:write_llamafactory"),
     options=DirectoryOptions,
-    parts=_parts,
-    notes=_notes,
+    parts=_list_parts,
+    notes=_list_notes,
     aliases=("llama-factory",),
     world_size=lambda source: max(
-        (r + 1 for folder in ("rng_state", "dataloader") for _, r in _files_of_ranks(source, folder)), default=None
+        (r + 1 for folder in ("rng_state", "dataloader") for _, r in _list_rank_files(source, folder)), default=None
     ),
     program=Program(
         rows=_ROWS,
-        next_step=_next_step,
+        next_step=_describe_next_step,
         halves=(Half("model", belongs=lambda above, names, name: _COUNTERS in names),),
         part_folders="model|optimizer|dataloader|rng_state",
         is_part=lambda name, beside: name in ("optimizer", "hf_model") and _COUNTERS in beside,
-        unfinished=_unfinished,
+        unfinished=_find_unfinished_save,
         resumed_by=(ForTrainer("llamafactory", "LLaMA-Factory v1"),),
         saves_every_rng=True,
     ),

@@ -19,7 +19,7 @@ from ckpttool.program import Advice, Half, Program, SeenFolder, StateFile, Unfin
 from ckpttool.storage.source import Source
 
 from .dialect import DATA, Dialect, DirectoryPart
-from .filenames import numbered
+from .filenames import match_numbered_names
 
 __all__ = ["OLMO"]
 
@@ -27,8 +27,8 @@ _MODEL, _TRAIN, _LAST = "model_and_optim", "train", ".metadata.json"
 
 
 def _is_olmo(source: Source) -> tuple[bool, str]:
-    """Return whether a folder has a model of dcp and what else OLMo-core writes beside it; and, as text, why or why
-    not."""
+    """Return whether a folder has model_and_optim/ in dcp, and .metadata.json or train/ of OLMo-core; and the reason as
+    text."""
     names = source.list()
     if _MODEL not in names or ".metadata" not in source.list(_MODEL):
         return False, f"no {_MODEL}/.metadata"
@@ -37,42 +37,42 @@ def _is_olmo(source: Source) -> tuple[bool, str]:
     return False, f"{_MODEL}/, but no {_LAST} and no {_TRAIN}/"
 
 
-def _files_of_ranks(source: Source) -> list[tuple[str, int]]:
+def _list_rank_files(source: Source) -> list[tuple[str, int]]:
     """List (name in train/, rank) of the files that the ranks saved, by rank."""
-    return list(numbered(source.list(_TRAIN), r"rank(\d{1,6})\.pt"))
+    return list(match_numbered_names(source.list(_TRAIN), r"rank(\d{1,6})\.pt"))
 
 
-def _parts(source: Source) -> list[DirectoryPart]:
+def _list_parts(source: Source) -> list[DirectoryPart]:
     """List the parts: the folder of dcp, and the file of each rank."""
     out = [DirectoryPart(_MODEL, "dcp", "model", whole=True)]
-    for name, rank in _files_of_ranks(source):
+    for name, rank in _list_rank_files(source):
         places = {"rng": ("rng", str(rank)), "data_loader": ("dataloader",)}
         out.append(DirectoryPart(f"{_TRAIN}/{name}", DATA, "trainer", places=places, rank=str(rank)))
     return out
 
 
-def _notes(source: Source) -> list[str]:
-    """Return notes that the save had not ended, or that the file of a rank is missing; empty where neither is so."""
+def _list_notes(source: Source) -> list[str]:
+    """Return notes if the save did not finish, or if the file of a rank is missing; otherwise an empty list."""
     out = []
     if not source.exists(_LAST):
         out.append(
             f"no {_LAST}, which OLMo-core writes last: the save had not ended, and OLMo-core does not resume from it"
         )
-    ranks = {rank for _, rank in _files_of_ranks(source)}
+    ranks = {rank for _, rank in _list_rank_files(source)}
     if lost := sorted(set(range(max(ranks, default=0))) - ranks):
         out.append(f"no {_TRAIN}/rank{lost[0]}.pt: OLMo-core gives that rank the counters of rank 0")
     return out
 
 
-def _next_step(advice: Advice) -> str:
-    """Return a text: OLMo-core resumes at any world size."""
+def _describe_next_step(advice: Advice) -> str:
+    """Return advice: OLMo-core resumes at any world size; and the command that converts the checkpoint to dcp."""
     own = advice.convert("--to dcp -n RANKS")
     return f"resumes at any world size in OLMo-core; nothing to convert (for torch's own: {own})"
 
 
-def _unfinished(folder: SeenFolder) -> Unfinished | None:
-    """Return what shows that a save did not end: a folder with a model has no .metadata.json. None where nothing
-    does."""
+def _find_unfinished_save(folder: SeenFolder) -> Unfinished | None:
+    """Return the evidence that a save did not finish: a folder has model_and_optim/ and no .metadata.json. None
+    otherwise."""
     if _MODEL in folder.names and _LAST not in folder.names:
         return Unfinished(f"no {_LAST}, which OLMo-core writes last")
     return None
@@ -123,16 +123,16 @@ OLMO = Dialect(
     name="olmo",
     title="OLMo-core",
     detect=_is_olmo,
-    parts=_parts,
-    notes=_notes,
+    parts=_list_parts,
+    notes=_list_notes,
     aliases=("olmo-core",),
-    world_size=lambda source: max((rank + 1 for _, rank in _files_of_ranks(source)), default=None),
+    world_size=lambda source: max((rank + 1 for _, rank in _list_rank_files(source)), default=None),
     program=Program(
         rows=_ROWS,
-        next_step=_next_step,
+        next_step=_describe_next_step,
         halves=(Half(_MODEL, StateFile(f"{_TRAIN}/", "training progress and RNG", "trainer")),),
         part_folders=f"{_MODEL}|{_TRAIN}",
         is_part=lambda name, beside: name == _TRAIN and _MODEL in beside,
-        unfinished=_unfinished,
+        unfinished=_find_unfinished_save,
     ),
 )

@@ -37,21 +37,21 @@ from collections.abc import Sequence
 from ckpttool.errors import Unsupported
 from ckpttool.layouts import late
 from ckpttool.program import ForTrainer, Half, Program, SeenFolder, StateFile, Unfinished
-from ckpttool.storage.overlay import parent_of
+from ckpttool.storage.overlay import find_parent_folder
 from ckpttool.storage.source import Source
 from ckpttool.storage.sources import open_source
 
-from .dialect import DATA, Dialect, DirectoryPart, resumes_in, rows_of_unrun_program
-from .filenames import has_loaders, numbered
+from .dialect import DATA, Dialect, DirectoryPart, make_resume_advice, make_unrun_program_rows
+from .filenames import has_rank_loaders, match_numbered_names
 
-__all__ = ["NEMO_RL", "PRIME_RL", "SKYRL", "XTUNER", "is_model_of_skyrl"]
+__all__ = ["NEMO_RL", "PRIME_RL", "SKYRL", "XTUNER", "is_skyrl_model"]
 
 _MODEL_OF_RANK = r"model_world_size_\d+_rank_0\.pt"
 
 
-def is_model_of_skyrl(source: Source) -> bool:
-    """Return whether a folder is `policy` of a step, or a `critic` beside one."""
-    parent, name = parent_of(source)
+def is_skyrl_model(source: Source) -> bool:
+    """Return whether a folder is policy/ or critic/ of a step of SkyRL, whose policy/ has model files of ranks."""
+    parent, name = find_parent_folder(source)
     if name not in ("policy", "critic") or not parent:
         return False
     with open_source(parent) as above:
@@ -59,10 +59,11 @@ def is_model_of_skyrl(source: Source) -> bool:
 
 
 def _is_skyrl(source: Source) -> tuple[bool, str]:
-    """Return whether a folder is a step of SkyRL without a critic, or a model of one; and, as text, why or why not."""
+    """Return whether a folder is a step of SkyRL that has policy/ and no critic/, or one of these folders of a step;
+    and the reason as text."""
     names = source.list()
     if any(re.fullmatch(_MODEL_OF_RANK, n) for n in names):
-        return is_model_of_skyrl(source), "has files of ranks, in a folder beside or called policy"
+        return is_skyrl_model(source), "has files of ranks, in a folder beside or called policy"
     if "policy" not in names or not any(re.fullmatch(_MODEL_OF_RANK, n) for n in source.list("policy")):
         return False, "no policy/model_world_size_<n>_rank_0.pt"
     return "critic" not in names, "has policy/" + (" and critic/: two models" if "critic" in names else "")
@@ -71,18 +72,19 @@ def _is_skyrl(source: Source) -> tuple[bool, str]:
 _BESIDE = {"data.pt": "dataloader", "trainer_state.pt": "trainer", "fully_async_state.pt": "extra"}
 
 
-def _beside_model_of_skyrl(source: Source) -> list[str]:
-    """List the files in the folder above that belong to a model of SkyRL."""
-    if not is_model_of_skyrl(source):
+def _list_skyrl_siblings(source: Source) -> list[str]:
+    """List the files in the folder above that belong to the checkpoint, as data.pt; empty if the source is no model of
+    SkyRL."""
+    if not is_skyrl_model(source):
         return []
-    with open_source(parent_of(source)[0]) as above:
+    with open_source(find_parent_folder(source)[0]) as above:
         return [n for n in _BESIDE if above.exists(n)]
 
 
-def _parts_of_skyrl(source: Source) -> list[DirectoryPart]:
-    """List the parts: the files of ranks, and those of the step."""
+def _list_skyrl_parts(source: Source) -> list[DirectoryPart]:
+    """List the parts: the folder with the model files of all ranks, and the files of the step."""
     folder = "policy" if "policy" in source.list() else ""
-    beside = [n for n in _BESIDE if source.exists(n)] if folder else [f"../{n}" for n in _beside_model_of_skyrl(source)]
+    beside = [n for n in _BESIDE if source.exists(n)] if folder else [f"../{n}" for n in _list_skyrl_siblings(source)]
     out = [DirectoryPart(folder, "fsdp1", "model", whole=True)]
     for name in beside:
         component = _BESIDE[name.removeprefix("../")]
@@ -95,11 +97,11 @@ SKYRL = Dialect(
     name="skyrl",
     title="SkyRL",
     detect=_is_skyrl,
-    siblings=_beside_model_of_skyrl,
-    parts=_parts_of_skyrl,
+    siblings=_list_skyrl_siblings,
+    parts=_list_skyrl_parts,
     own_keys=True,
     program=Program(
-        rows=rows_of_unrun_program(
+        rows=make_unrun_program_rows(
             "skyrl",
             "SkyRL",
             "`global_step_N` without a critic, or `policy`, `critic`: a file a rank, `data.pt`, `trainer_state.pt`",
@@ -108,7 +110,7 @@ SKYRL = Dialect(
             loader="yes",
             saved=True,
         ),
-        next_step=resumes_in("SkyRL", None),
+        next_step=make_resume_advice("SkyRL", None),
         halves=(
             Half(
                 "policy|critic",
@@ -134,11 +136,11 @@ def _is_nemo_rl(source: Source) -> tuple[bool, str]:
     return not several, "has training_info.json and policy/weights/" + (" and value/: two models" if several else "")
 
 
-def _parts_of_nemo_rl(source: Source) -> list[DirectoryPart]:
-    """List the parts: the model and its optimizer, the data loader and the counters.
+def _list_nemo_rl_parts(source: Source) -> list[DirectoryPart]:
+    """List the parts: the model, its optimizer, the data loader and the counters.
 
     Raises:
-        Unsupported: the weights are of a backend whose folders are not read.
+        Unsupported: the weights are in no dcp folder but in that of another backend.
     """
     inside = source.list("policy/weights")
     if ".metadata" in inside:
@@ -161,11 +163,11 @@ NEMO_RL = Dialect(
     name="nemo_rl",
     title="NeMo-RL",
     detect=_is_nemo_rl,
-    parts=_parts_of_nemo_rl,
+    parts=_list_nemo_rl_parts,
     own_keys=True,
     aliases=("nemo-rl",),
     program=Program(
-        rows=rows_of_unrun_program(
+        rows=make_unrun_program_rows(
             "nemo_rl",
             "NeMo-RL",
             "`step_N`: `policy/weights` and `policy/optimizer` (DCP), `train_dataloader.pt`",
@@ -174,19 +176,19 @@ NEMO_RL = Dialect(
             loader="yes",
             saved=True,
         ),
-        next_step=resumes_in("NeMo-RL"),
+        next_step=make_resume_advice("NeMo-RL"),
         part_folders="policy|weights|optimizer",
         step_word="step",
     ),
 )
 
 
-def _trainer_of_prime_rl(source: Source) -> str | None:
-    """Return the folder of dcp of a step of prime-rl: "" for the folder itself, "trainer" for that in a step; None
-    where it is none. A folder of dcp elsewhere with a data loader a rank may be anybody's (scripts.py)."""
-    names, (parent, name) = source.list(), parent_of(source)
+def _find_prime_rl_trainer(source: Source) -> str | None:
+    """Return the dcp folder of a step of prime-rl: "trainer" if the source is the step, "" if it is trainer/ of a step;
+    None if it is neither. Another dcp folder with a data loader of each rank may be of any program (scripts.py)."""
+    names, (parent, name) = source.list(), find_parent_folder(source)
     if ".metadata" in names:
-        return "" if name == "trainer" and re.fullmatch(r".*/step_\d+", parent) and has_loaders(source) else None
+        return "" if name == "trainer" and re.fullmatch(r".*/step_\d+", parent) and has_rank_loaders(source) else None
     beside = {"orchestrator", "weight", "weights"} & {*names}
     if "trainer" in names and ".metadata" in (inside := source.list("trainer")) and (beside or "dataloader" in inside):
         return "trainer"
@@ -195,20 +197,22 @@ def _trainer_of_prime_rl(source: Source) -> str | None:
 
 def _is_prime_rl(source: Source) -> tuple[bool, str]:
     """Return whether a folder is a step of prime-rl, or its trainer/; and, as text, why or why not."""
-    folder = _trainer_of_prime_rl(source)
+    folder = _find_prime_rl_trainer(source)
     if folder is None:
         return False, "no step_N/trainer with .metadata beside dataloader/rank_0.pt or orchestrator/"
     return True, "has .metadata beside dataloader/" if not folder else "has trainer/.metadata"
 
 
-def _parts_of_prime_rl(source: Source) -> list[DirectoryPart]:
+def _list_prime_rl_parts(source: Source) -> list[DirectoryPart]:
     """List the parts: the folder of dcp, the data loader of each rank, and the orchestrator's progress."""
-    folder = _trainer_of_prime_rl(source) or ""
+    folder = _find_prime_rl_trainer(source) or ""
     loaders = f"{folder}/dataloader".lstrip("/")
     out = [DirectoryPart(folder, "dcp", "model", whole=True)]
     out += [
         DirectoryPart(f"{loaders}/{n}", DATA, "dataloader", (str(rank),))
-        for n, rank in numbered(source.list(loaders) if source.glance(loaders)[0] else (), r"rank_(\d{1,6})\.pt")
+        for n, rank in match_numbered_names(
+            source.list(loaders) if source.glance(loaders)[0] else (), r"rank_(\d{1,6})\.pt"
+        )
     ]
     if source.exists("orchestrator/progress.pt"):
         out.append(DirectoryPart("orchestrator/progress.pt", DATA, "extra", ("orchestrator",)))
@@ -219,11 +223,11 @@ PRIME_RL = Dialect(
     name="prime_rl",
     title="prime-rl",
     detect=_is_prime_rl,
-    parts=_parts_of_prime_rl,
+    parts=_list_prime_rl_parts,
     own_keys=True,
     aliases=("prime-rl",),
     program=Program(
-        rows=rows_of_unrun_program(
+        rows=make_unrun_program_rows(
             "prime_rl",
             "prime-rl",
             "`step_N`, or `trainer` in it: DCP with `dataloader/rank_R.pt`, and `orchestrator/progress.pt`",
@@ -232,7 +236,7 @@ PRIME_RL = Dialect(
             loader="of every rank",
             saved=True,
         ),
-        next_step=resumes_in("prime-rl"),
+        next_step=make_resume_advice("prime-rl"),
         part_folders="trainer|dataloader|orchestrator",
         step_word="step",
     ),
@@ -248,8 +252,8 @@ def _is_xtuner(source: Source) -> tuple[bool, str]:
     return found is not None, f"has weights/.metadata, and {found or 'neither train_state.json nor lr_scheduler'}"
 
 
-def _parts_of_xtuner(source: Source) -> list[DirectoryPart]:
-    """List the parts: the folder of dcp, and the files beside it."""
+def _list_xtuner_parts(source: Source) -> list[DirectoryPart]:
+    """List the parts: the dcp folder weights/, and the files of scheduler, data loader and counters."""
     files = {"lr_scheduler": "scheduler", "dataloader": "dataloader", "train_state.json": "trainer"}
     return [
         DirectoryPart("weights", "dcp", "model", whole=True),
@@ -257,9 +261,9 @@ def _parts_of_xtuner(source: Source) -> list[DirectoryPart]:
     ]
 
 
-def _unfinished_xtuner(folder: SeenFolder) -> Unfinished | None:
-    """Return what shows that a save did not end: no train_state.json, or weights that are still being written. None
-    where nothing does."""
+def _find_unfinished_xtuner_save(folder: SeenFolder) -> Unfinished | None:
+    """Return the evidence that a save did not finish: train_state.json is missing, or there is a folder
+    weights.incomplete. None otherwise."""
     if "weights.incomplete" in folder.names and "train_state.json" in folder.names:
         return Unfinished("weights.incomplete/, whose save had not ended")
     if folder.layout == XTUNER.name and "train_state.json" not in folder.names:
@@ -267,8 +271,8 @@ def _unfinished_xtuner(folder: SeenFolder) -> Unfinished | None:
     return None
 
 
-def _notes_of_xtuner(source: Source) -> Sequence[str]:
-    """Return a note that the save had not ended; empty where it had."""
+def _note_unfinished_xtuner_save(source: Source) -> Sequence[str]:
+    """Return one note if train_state.json is missing, which xtuner writes last; otherwise an empty sequence."""
     if source.exists("train_state.json"):
         return ()
     return ("no train_state.json, which xtuner writes last: the save had not ended, and no job resumes from it",)
@@ -277,7 +281,7 @@ def _notes_of_xtuner(source: Source) -> Sequence[str]:
 _FILES_OF_XTUNER = "`weights/` (DCP), `dataloader`, `lr_scheduler`, `train_state.json`"
 #: Its rows in the tables of the documents (docs/_hooks.py).
 _ROWS_OF_XTUNER = {
-    **rows_of_unrun_program(
+    **make_unrun_program_rows(
         "xtuner",
         "xtuner v1",
         _FILES_OF_XTUNER,
@@ -304,15 +308,15 @@ XTUNER = Dialect(
     name="xtuner",
     title="xtuner v1",
     detect=_is_xtuner,
-    parts=_parts_of_xtuner,
-    notes=_notes_of_xtuner,
+    parts=_list_xtuner_parts,
+    notes=_note_unfinished_xtuner_save,
     write=late("ckpttool.converters.trainers.write_xtuner:write"),
     program=Program(
         rows=_ROWS_OF_XTUNER,
-        next_step=resumes_in("xtuner"),
+        next_step=make_resume_advice("xtuner"),
         halves=(Half("weights", belongs=lambda above, names, name: "train_state.json" in names),),
         part_folders="weights",
-        unfinished=_unfinished_xtuner,
+        unfinished=_find_unfinished_xtuner_save,
         resumed_by=(ForTrainer("xtuner", "xtuner v1"),),
     ),
 )

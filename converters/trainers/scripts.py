@@ -23,7 +23,14 @@ from ckpttool.storage.source import Source
 
 from .automodel import AUTOMODEL, TRANSFORMERS
 from .dialect import DATA, Dialect, DirectoryPart
-from .filenames import RANDOM_STATES, RNG_STATE, has_loaders, models_in, numbered, refuse_missing_shards
+from .filenames import (
+    RANDOM_STATES,
+    RNG_STATE,
+    has_rank_loaders,
+    list_model_parts,
+    match_numbered_names,
+    refuse_missing_shards,
+)
 from .llamafactory import LLAMA_FACTORY
 from .reinforcement import PRIME_RL
 
@@ -46,41 +53,49 @@ _OF_RANKS = {"rng_state": "rng", "rng_states": "rng", "dataloader": "dataloader"
 _OF_RANK = r"rank_?(\d{1,6})\.(?:pt|pth|bin)"
 
 
-def _weights(source: Source, names: Sequence[str]) -> list[DirectoryPart]:
-    """List the files or the folder of the weights; `names` are those in the directory."""
-    if found := [p for p in models_in(names) if p.layout in ("hf", "full") and "fsdp" not in p.name]:
+def _list_weight_parts(source: Source, names: Sequence[str]) -> list[DirectoryPart]:
+    """List the parts that hold weights: files, or a dcp folder. `names` are the names in the directory."""
+    if found := [p for p in list_model_parts(names) if p.layout in ("hf", "full") and "fsdp" not in p.name]:
         return [DirectoryPart(p.name, p.layout, "model") for p in found]
     files = [n for n in names if _WEIGHTS.fullmatch(n)]
-    folders = _folders_of_dcp(source, names, 0)
+    folders = _iterate_dcp_folders(source, names, 0)
     return [DirectoryPart(n, "hf" if n.endswith(".safetensors") else "full", "model") for n in files] + [
         DirectoryPart(n, "dcp", "model") for n in folders
     ]
 
 
-def _optimizers(source: Source, names: Sequence[str]) -> list[DirectoryPart]:
-    """List the files and folders of optimizers; `names` are those in the directory."""
+def _list_optimizer_parts(source: Source, names: Sequence[str]) -> list[DirectoryPart]:
+    """List the parts that hold an optimizer: files, and dcp folders. `names` are the names in the directory."""
     files = [DirectoryPart(n, "full", "optim", optional=True) for n in names if _OPTIMIZER.fullmatch(n)]
-    return files + [DirectoryPart(n, "dcp", "optim", optional=True) for n in _folders_of_dcp(source, names, 1)]
+    return files + [DirectoryPart(n, "dcp", "optim", optional=True) for n in _iterate_dcp_folders(source, names, 1)]
 
 
-def _folders_of_dcp(source: Source, names: Sequence[str], which: int) -> Iterator[str]:
-    """Yield the folders of dcp among the names in a directory: of weights (`which` is 0) or of an optimizer (1)."""
+def _iterate_dcp_folders(source: Source, names: Sequence[str], which: int) -> Iterator[str]:
+    """Yield the dcp folders among the names in a directory: those named for weights (`which` is 0) or for an optimizer
+    (`which` is 1)."""
     return (n for n in names if _FOLDERS[which].fullmatch(n) and ".metadata" in source.list(n))
 
 
 def _detect(source: Source) -> tuple[bool, str]:
-    """Return whether a folder has weights and an optimizer, one of each, under names that scripts use; and, as text,
-    why or why not."""
+    """Return whether a folder has exactly one model and one optimizer, under names that training scripts use, and no
+    file of another layout; and the reason as text."""
     names = source.list()
     other = next((n for n in names if n in (".metadata", "latest", "trainer_state.json", "meta.pt", RECORD)), None)
     other = other or next(
-        (n for n, _ in (*numbered(names, RANDOM_STATES), *numbered(names, r"(?:.*[._-])?rank[_-]?(\d+)\..*"))), None
+        (
+            n
+            for n, _ in (
+                *match_numbered_names(names, RANDOM_STATES),
+                *match_numbered_names(names, r"(?:.*[._-])?rank[_-]?(\d+)\..*"),
+            )
+        ),
+        None,
     )
     if other is not None:
         return False, f"has {other}, of another layout"
     if re.fullmatch(r"checkpoint-\d+", source.root.rstrip("/").rpartition("/")[2]):
         return False, "named as those of Trainer, and has no trainer_state.json"
-    weights, optimizers = _weights(source, names), _optimizers(source, names)
+    weights, optimizers = _list_weight_parts(source, names), _list_optimizer_parts(source, names)
     if weights and optimizers and any(d.detect(source)[0] for d in (AUTOMODEL, TRANSFORMERS, LLAMA_FACTORY)):
         return False, "of another trainer"
     whole = (
@@ -93,19 +108,21 @@ def _detect(source: Source) -> tuple[bool, str]:
     return True, f"has {weights[0].name or 'shards of a model'} and {optimizers[0].name}"
 
 
-def _parts(source: Source) -> list[DirectoryPart]:
-    """List the parts: weights, optimizer, files of ranks, and whatever else names tell.
+def _list_parts(source: Source) -> list[DirectoryPart]:
+    """List the parts: weights, optimizer, files of ranks, and small files known by their names.
 
     Raises:
         Corrupt: a shard of the weights is missing.
     """
     refuse_missing_shards(source)
     names = source.list()
-    out = [*_weights(source, names), *_optimizers(source, names)]
-    ranks = [n for n, _ in numbered(names, RNG_STATE) if re.search(r"\d", n)]
+    out = [*_list_weight_parts(source, names), *_list_optimizer_parts(source, names)]
+    ranks = [n for n, _ in match_numbered_names(names, RNG_STATE) if re.search(r"\d", n)]
     out += [DirectoryPart(n, DATA, "rng", (re.sub(r"\D", "", n),)) for n in ranks]
     for folder, component in _OF_RANKS.items():
-        of_ranks = numbered(source.list(folder), _OF_RANK) if folder in names and source.glance(folder)[0] else ()
+        of_ranks = (
+            match_numbered_names(source.list(folder), _OF_RANK) if folder in names and source.glance(folder)[0] else ()
+        )
         out += [DirectoryPart(f"{folder}/{n}", DATA, component, (str(rank),)) for n, rank in of_ranks]
     for pattern, component in _REST:
         found = [n for n in names if pattern.fullmatch(n) and n not in ranks]
@@ -115,8 +132,8 @@ def _parts(source: Source) -> list[DirectoryPart]:
     return out
 
 
-def _next_step(advice: Advice) -> str:
-    """Return a text on how a job of several ranks, and transformers, get the state."""
+def _describe_next_step(advice: Advice) -> str:
+    """Return advice: the commands that convert the folder for a job of several ranks, and for transformers."""
     job, model = advice.convert("--to dcp -n RANKS"), advice.convert("--to hf")
     return f"for a job of several ranks: {job}; for transformers: {model}"
 
@@ -147,10 +164,10 @@ SCRIPT = Dialect(
     name="script",
     title="a training script",
     detect=_detect,
-    parts=_parts,
+    parts=_list_parts,
     program=Program(
         rows=_ROWS,
-        next_step=_next_step,
+        next_step=_describe_next_step,
         halves=(
             Half("model|weights", belongs=lambda above, names, name: not {"optim", "optimizer"}.isdisjoint(names)),
         ),
@@ -160,10 +177,10 @@ SCRIPT = Dialect(
 
 
 def _is_script_dcp(source: Source) -> tuple[bool, str]:
-    """Return whether a folder is one of dcp with the data loader of each rank, of no trainer that is known by more;
-    and, as text, why or why not."""
+    """Return whether a folder is a dcp folder with dataloader/rank_{r}.pt in it, and not one of a known trainer; and
+    the reason as text."""
     names = source.list()
-    if ".metadata" not in names or not has_loaders(source):
+    if ".metadata" not in names or not has_rank_loaders(source):
         return False, "no .metadata beside dataloader/rank_0.pt"
     if "extra_state" in names or PRIME_RL.detect(source)[0]:
         return False, "of another trainer"
@@ -179,7 +196,7 @@ SCRIPT_DCP = Dialect(
         DirectoryPart("", "dcp", "model", whole=True),
         *(
             DirectoryPart(f"dataloader/{n}", DATA, "dataloader", (str(rank),))
-            for n, rank in numbered(source.list("dataloader"), _OF_RANK)
+            for n, rank in match_numbered_names(source.list("dataloader"), _OF_RANK)
         ),
     ],
     program=Program(

@@ -27,7 +27,7 @@ from ckpttool import layouts
 from ckpttool.errors import CkpttoolError
 from ckpttool.formats import torch_zip
 from ckpttool.program import Advice, ForTrainer, Half, Program, StateFile
-from ckpttool.storage.overlay import parent_of
+from ckpttool.storage.overlay import find_parent_folder
 from ckpttool.storage.source import Source
 from ckpttool.storage.sources import open_source
 
@@ -41,9 +41,9 @@ _INSIDE, _BESIDE = "recipe_state.pt", "recipe_state/recipe_state.pt"
 
 
 def _detect(source: Source) -> tuple[bool, str]:
-    """Return whether a folder is named as an epoch or a step, and has weights and the recipe's state; and, as text, why
-    or why not."""
-    _, name = parent_of(source)
+    """Return whether a folder is named epoch_<n> or step_<n> (or holds recipe_state.pt), and has weights and the
+    recipe's state; and the reason as text."""
+    _, name = find_parent_folder(source)
     names = source.list()
     if _FOLDER.fullmatch(name) is None and _INSIDE not in names:
         return False, "not named epoch_<n> or step_<n>"
@@ -51,13 +51,13 @@ def _detect(source: Source) -> tuple[bool, str]:
         return False, "no model-0000k-of-0000n.* and no adapter_model.*"
     if _INSIDE in names:
         return True, f"has {_INSIDE}"
-    return (True, f"has ../{_BESIDE}") if _siblings(source) else (False, f"no ../{_BESIDE}")
+    return (True, f"has ../{_BESIDE}") if _list_siblings(source) else (False, f"no ../{_BESIDE}")
 
 
-def _siblings(source: Source) -> Sequence[str]:
-    """List the file with the recipe's state in the folder above; empty where it is not there, or in the folder
-    itself."""
-    parent, _ = parent_of(source)
+def _list_siblings(source: Source) -> Sequence[str]:
+    """Return the name of the file with the recipe's state, relative to the folder above; empty if there is none, or if
+    the folder itself holds it."""
+    parent, _ = find_parent_folder(source)
     if not parent or source.exists(_INSIDE):
         return ()
     try:
@@ -67,18 +67,18 @@ def _siblings(source: Source) -> Sequence[str]:
         return ()
 
 
-def _weights(names: Sequence[str]) -> list[DirectoryPart]:
-    """List the files of the weights; `names` are those in the directory."""
+def _list_weight_parts(names: Sequence[str]) -> list[DirectoryPart]:
+    """List the parts that hold weights. `names` are the names in the directory."""
     found = [n for n in names if _WEIGHTS.fullmatch(n)]
     if "model.safetensors.index.json" in names or "model.safetensors" in names:
         return [DirectoryPart("", "hf", "model")]
     return [DirectoryPart(n, "hf" if n.endswith(".safetensors") else "full", "model") for n in found]
 
 
-def _parts(source: Source) -> list[DirectoryPart]:
+def _list_parts(source: Source) -> list[DirectoryPart]:
     """List the parts: weights, adapter, and the recipe's state if it belongs to this epoch."""
     names = source.list()
-    out = _weights(names)
+    out = _list_weight_parts(names)
     adapter = next(
         (n for n in ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt") if n in names), None
     )
@@ -88,32 +88,37 @@ def _parts(source: Source) -> list[DirectoryPart]:
             out.append(DirectoryPart("adapter_config.json", DATA, "extra", ("adapter_config",)))
     elif adapter is not None:
         out.append(DirectoryPart(adapter, "hf" if adapter.endswith(".safetensors") else "full", "model"))
-    recipe, other = _recipe_state(source)
+    recipe, other = _find_recipe_state(source)
     if recipe is not None and not other:
         out.append(DirectoryPart(recipe, FOREIGN, "optim"))
     return out
 
 
-def _notes(source: Source) -> list[str]:
-    """Return a note that the recipe's state is that of another epoch; empty where it is not."""
-    recipe, other = _recipe_state(source)
+def _note_recipe_of_other_epoch(source: Source) -> list[str]:
+    """Return one note if the recipe's state is that of another epoch or step, or cannot be read; otherwise an empty
+    list."""
+    recipe, other = _find_recipe_state(source)
     return [f"{recipe} {other}: it was not read, and this state has no optimizer"] if other else []
 
 
-def _recipe_state(source: Source) -> tuple[str | None, str]:
-    """Return (the file with the recipe's state, why it is that of another epoch); None where there is none, "" where it
-    is of this one."""
+def _find_recipe_state(source: Source) -> tuple[str | None, str]:
+    """Find the recipe's state, and whether it belongs to this epoch or step.
+
+    Returns:
+        (name of the file, why it belongs to another epoch or step); the name is None if there is no file, and the
+            reason is "" if the state belongs to this one.
+    """
     if source.exists(_INSIDE):
         return _INSIDE, ""
     if not source.sibling_names:
         return None, ""
     file = f"../{_BESIDE}"
-    parent, name = parent_of(source)
+    parent, name = find_parent_folder(source)
     m = _FOLDER.fullmatch(name)
     assert m is not None
     kind, number = m[1], int(m[2])
     with open_source(parent) as above:
-        numbers = _numbers(above.list(), kind)
+        numbers = _collect_folder_numbers(above.list(), kind)
     last = number >= max(numbers)
     try:
         tree: object = torch_zip.read(source.reader_of(file), 0, source.size(file), f"{source.root}/{file}")
@@ -131,20 +136,21 @@ def _recipe_state(source: Source) -> tuple[str | None, str]:
     return file, f"is that of {kind}_{run - (kind == 'epoch')}"
 
 
-def _numbers(names: Iterable[str], kind: str) -> set[int]:
+def _collect_folder_numbers(names: Iterable[str], kind: str) -> set[int]:
     """Return the numbers of the folders of epochs, or of steps, among some names; `kind` is "epoch" or "step"."""
     return {int(m[2]) for n in names if (m := _FOLDER.fullmatch(n)) and m[1] == kind}
 
 
-def _is_last(above: str, names: Sequence[str], name: str) -> bool:
-    """Return whether the folder `name` is that of the last epoch or step among `names`: the recipe's state is that of
-    the last one. `above` is not used."""
+def _is_last_folder(above: str, names: Sequence[str], name: str) -> bool:
+    """Return whether `name` is the folder of the last epoch or step among `names`; the recipe's state belongs to the
+    last one. `above` is not used."""
     m = _FOLDER.fullmatch(name)
-    return m is not None and int(m[2]) == max(_numbers(names, m[1]))
+    return m is not None and int(m[2]) == max(_collect_folder_numbers(names, m[1]))
 
 
-def _next_step(advice: Advice) -> str:
-    """Return a text on whether a recipe resumes or starts with a new optimizer."""
+def _describe_next_step(advice: Advice) -> str:
+    """Return advice: whether a recipe resumes or starts with a new optimizer, and the command that converts the weights
+    to hf."""
     model = advice.convert("--to hf")
     if not any(_INSIDE in n for n in advice.ckpt.files):
         return f"torchtune starts with a new optimizer from these weights; for transformers: {model}"
@@ -203,15 +209,15 @@ TORCHTUNE = Dialect(
     name="torchtune",
     title="torchtune",
     detect=_detect,
-    siblings=_siblings,
+    siblings=_list_siblings,
     write=layouts.late("ckpttool.converters.trainers.write_directories:write_torchtune"),
-    parts=_parts,
-    notes=_notes,
+    parts=_list_parts,
+    notes=_note_recipe_of_other_epoch,
     program=Program(
         rows=_ROWS,
-        next_step=_next_step,
+        next_step=_describe_next_step,
         state_files=(_RECIPE,),
-        halves=(Half(_FOLDER.pattern, _RECIPE, _is_last),),
+        halves=(Half(_FOLDER.pattern, _RECIPE, _is_last_folder),),
         is_part=lambda name, beside: name == "recipe_state",
         resumed_by=(ForTrainer("torchtune"),),
     ),

@@ -25,22 +25,26 @@ from ckpttool.program import Advice, Program, SeenFolder
 from ckpttool.storage.source import Source
 
 from .dialect import DATA, Dialect, DirectoryPart
-from .filenames import numbered
+from .filenames import match_numbered_names
 
 __all__ = ["VEOMNI"]
 
 _STATE, _MANIFEST = "extra_state", "checkpoint_manifest.json"
 
 
-def _files_of_ranks(source: Source, folder: str) -> list[tuple[str, int]]:
-    """List (file, rank) of what the ranks saved in a folder, by rank; a file is named from the directory."""
-    return [(f"{folder}/{n}", rank) for n, rank in numbered(source.list(folder), r"(?:extra_state_)?rank_(\d+)\.pt")]
+def _list_rank_files(source: Source, folder: str) -> list[tuple[str, int]]:
+    """List (file, rank) of the files that the ranks saved in a folder, by rank; names are relative to the directory."""
+    return [
+        (f"{folder}/{n}", rank)
+        for n, rank in match_numbered_names(source.list(folder), r"(?:extra_state_)?rank_(\d+)\.pt")
+    ]
 
 
 def _is_veomni(source: Source) -> tuple[bool, str]:
-    """Return whether a folder is a step of VeOmni, of either layout; and, as text, why or why not."""
+    """Return whether a folder is a step of VeOmni, in the layout of 0.1.12 or of later releases; and the reason as
+    text."""
     names = source.list()
-    if ".metadata" in names and _STATE in names and (found := _files_of_ranks(source, _STATE)):
+    if ".metadata" in names and _STATE in names and (found := _list_rank_files(source, _STATE)):
         return True, f"has .metadata and {found[0][0]}"
     if "model" in names and (_MANIFEST in names or _STATE in names):
         inside = source.list("model")
@@ -51,7 +55,7 @@ def _is_veomni(source: Source) -> tuple[bool, str]:
     return False, f"neither .metadata beside {_STATE}/ nor model/ckpt/.metadata beside {_MANIFEST}"
 
 
-def _parts(source: Source) -> list[DirectoryPart]:
+def _list_parts(source: Source) -> list[DirectoryPart]:
     """List the parts: model, optimizer, data loaders, and what else each rank saved.
 
     Raises:
@@ -61,9 +65,9 @@ def _parts(source: Source) -> list[DirectoryPart]:
     if ".metadata" in names:
         out = [DirectoryPart("", "dcp", "model", whole=True)]
     else:
-        out = _parts_of_later_release(source)
-    out += [DirectoryPart(name, DATA, "dataloader", (str(rank),)) for name, rank in _files_of_ranks(source, "loader")]
-    for name, rank in _files_of_ranks(source, _STATE):
+        out = _list_parts_of_later_release(source)
+    out += [DirectoryPart(name, DATA, "dataloader", (str(rank),)) for name, rank in _list_rank_files(source, "loader")]
+    for name, rank in _list_rank_files(source, _STATE):
         places = {
             "lr_scheduler": ("scheduler",),
             "train_dataloader": ("dataloader", str(rank)),
@@ -73,8 +77,8 @@ def _parts(source: Source) -> list[DirectoryPart]:
     return out
 
 
-def _parts_of_later_release(source: Source) -> list[DirectoryPart]:
-    """List model, optimizer and scheduler as releases after 0.1.12 lay them out.
+def _list_parts_of_later_release(source: Source) -> list[DirectoryPart]:
+    """List the parts for model, optimizer and scheduler in the layout of releases after 0.1.12.
 
     Raises:
         Unsupported: the directory holds several models.
@@ -95,19 +99,20 @@ def _parts_of_later_release(source: Source) -> list[DirectoryPart]:
     return out
 
 
-def _notes(source: Source) -> Sequence[str]:
-    """Return a note that the save had not ended; empty where it had."""
+def _note_unfinished_save(source: Source) -> Sequence[str]:
+    """Return one note if the manifest is missing, which VeOmni writes last; otherwise an empty sequence."""
     if ".metadata" in source.list() or source.exists(_MANIFEST):
         return ()
     return (f"no {_MANIFEST}, which VeOmni writes last: the save had not ended, and VeOmni does not resume from it",)
 
 
-def _next_step(advice: Advice) -> str:
-    """Return a text: VeOmni resumes at the same world size."""
+def _describe_next_step(advice: Advice) -> str:
+    """Return advice: VeOmni resumes at the world size of the save; and the command that converts the checkpoint to
+    dcp."""
     return f"resumes in VeOmni at {advice.ranks}; for torch's own: {advice.convert('--to dcp -n RANKS')}"
 
 
-def _gaps(folder: SeenFolder) -> Iterator[str]:
+def _find_missing_manifest(folder: SeenFolder) -> Iterator[str]:
     """Yield a text if the manifest, which VeOmni writes last, is missing in a folder with a model."""
     if "model" in folder.names and _MANIFEST not in folder.names:
         yield f"no {_MANIFEST}, which VeOmni writes last"
@@ -158,8 +163,8 @@ VEOMNI = Dialect(
     name="veomni",
     title="VeOmni",
     detect=_is_veomni,
-    parts=_parts,
-    notes=_notes,
-    world_size=lambda source: len(_files_of_ranks(source, _STATE)) or None,
-    program=Program(rows=_ROWS, next_step=_next_step, gaps=_gaps),
+    parts=_list_parts,
+    notes=_note_unfinished_save,
+    world_size=lambda source: len(_list_rank_files(source, _STATE)) or None,
+    program=Program(rows=_ROWS, next_step=_describe_next_step, gaps=_find_missing_manifest),
 )

@@ -11,14 +11,14 @@ from typing import Any
 
 from ckpttool import bounded_json
 from ckpttool.engine.conservation import list_changed_values
-from ckpttool.engine.copy.stream import small
+from ckpttool.engine.copy.stream import read_small_tensors
 from ckpttool.engine.copy.value_digests import equal_values
 from ckpttool.errors import CkpttoolError, Unsupported, UsageError, argument
 from ckpttool.formats.stored_tensors import decode_number, flatten_tree
 from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 from ckpttool.index.composites import shape_of
-from ckpttool.index.draft import Draft, Dropped, declare_numbers_of_files
-from ckpttool.index.names import canonical, describe_weights_elsewhere, step_count
+from ckpttool.index.draft import Draft, Dropped, turn_positions_into_keys
+from ckpttool.index.names import describe_weights_elsewhere, make_canonical_state, step_count
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
@@ -26,15 +26,22 @@ from .. import full
 from ..dcp.write_dcp import write as write_dcp
 from ..options import DirectoryOptions, MeshOptions
 from .filenames import RNG_KEYS
-from .join import SmallFile, data_files, joined_drafts, left_over, state_dict_type, state_drafts
+from .join import (
+    SmallFile,
+    collect_left_over_state,
+    draft_model_and_optimizer,
+    draft_small_files,
+    join_drafts,
+    state_dict_type,
+)
 
 __all__ = [
     "count_steps",
-    "cut_paths",
-    "describe_lack_of_scheduler",
+    "explain_missing_scheduler",
     "find_only_scheduler",
-    "leaves_inside",
     "refuse_several_optimizers",
+    "select_leaves_below",
+    "strip_paths",
     "write_accelerate",
     "write_lightning",
     "write_llamafactory",
@@ -60,8 +67,8 @@ _NAMES_OF = {
 
 
 def refuse_several_optimizers(ckpt: Checkpoint, trainer: str) -> None:
-    """Refuse a state with several optimizers, of which a trainer would not find all. `trainer` is its name in the
-    message.
+    """Raise if the checkpoint has several optimizers, since a trainer's directory is written with one. `trainer` is its
+    name in the message.
 
     Raises:
         Unsupported: there are several optimizers.
@@ -78,56 +85,55 @@ def refuse_several_optimizers(ckpt: Checkpoint, trainer: str) -> None:
         )
 
 
-def _leaves_below(ckpt: Checkpoint, *head: str | int) -> dict[Path, object]:
-    """Return {path: leaf} of the entries whose path begins with `head`."""
+def _select_leaves(ckpt: Checkpoint, *head: str | int) -> dict[Path, object]:
+    """Return {path: leaf} of the entries whose canonical path begins with `head`, including one at `head` itself."""
     return {p: leaf for p, leaf in ckpt.leaves().items() if p[: len(head)] == head}
 
 
-def leaves_inside(ckpt: Checkpoint, *head: str | int) -> dict[Path, object]:
+def select_leaves_below(ckpt: Checkpoint, *head: str | int) -> dict[Path, object]:
     """Return {path: leaf} of the entries below the path `head`, without one at the path itself, which would be no state
     dict."""
-    return {p: leaf for p, leaf in _leaves_below(ckpt, *head).items() if len(p) > len(head)}
+    return {p: leaf for p, leaf in _select_leaves(ckpt, *head).items() if len(p) > len(head)}
 
 
 def find_only_scheduler(ckpt: Checkpoint) -> dict[Path, object]:
     """Return {canonical path: leaf} of the scheduler; empty where there is none, or a list."""
-    found = leaves_inside(ckpt, "scheduler")
+    found = select_leaves_below(ckpt, "scheduler")
     return {} if any(str(p[1]).isdecimal() for p in found) else found
 
 
-def describe_lack_of_scheduler(ckpt: Checkpoint) -> str:
-    """Say, as a main clause, why `find_only_scheduler` finds none."""
-    several = bool(leaves_inside(ckpt, "scheduler"))
+def explain_missing_scheduler(ckpt: Checkpoint) -> str:
+    """Return why `find_only_scheduler` finds no scheduler, as a main clause."""
+    several = bool(select_leaves_below(ckpt, "scheduler"))
     return "the source has a list of schedulers" if several else "the source has no scheduler"
 
 
 def _list_schedulers(ckpt: Checkpoint) -> list[tuple[set[Path], dict[Path, object]]]:
-    """List (canonical paths, {path in the state dict: leaf}) of each scheduler, by number; several are numbered below
-    "scheduler"."""
+    """Return [(canonical paths, {path in the state dict: leaf})], one per scheduler, by number. Several schedulers are
+    numbered below "scheduler"."""
     if only := find_only_scheduler(ckpt):
-        return [(set(only), cut_paths(only, 1))]
-    found = leaves_inside(ckpt, "scheduler")
+        return [(set(only), strip_paths(only, 1))]
+    found = select_leaves_below(ckpt, "scheduler")
     if not all(len(p) > 2 and str(p[1]).isdecimal() for p in found):
         return []
     numbers = sorted({str(p[1]) for p in found}, key=int)
     rows = [{p: leaf for p, leaf in found.items() if str(p[1]) == n} for n in numbers]
-    return [(set(row), cut_paths(row, 2)) for row in rows]
+    return [(set(row), strip_paths(row, 2)) for row in rows]
 
 
-def cut_paths(leaves: Mapping[Path, object], cut: int, names: Mapping[str, str] | None = None) -> dict[Path, object]:
-    """Return leaves with the first `cut` elements left off their paths. `names` are {next element: what it is called
-    instead}; None for none."""
+def strip_paths(leaves: Mapping[Path, object], cut: int, names: Mapping[str, str] | None = None) -> dict[Path, object]:
+    """Return {path: leaf} without the first `cut` elements of each path; leaves with shorter paths are left out.
+    `names` are {first remaining element: its new name}; None for no new names."""
     names = names or {}
     return {(names.get(str(p[cut]), p[cut]), *p[cut + 1 :]): leaf for p, leaf in leaves.items() if len(p) > cut}
 
 
-def _file_tree(leaves: Mapping[Path, object]) -> dict[Path, object]:
-    """Return {path in the file: leaf} of leaves, without the first two elements of their paths; a file that is one
-    value has it at ()."""
+def _strip_component_and_key(leaves: Mapping[Path, object]) -> dict[Path, object]:
+    """Return {path in a file: leaf}, without the first two elements of each path. A single value gets the path ()."""
     return {p[2:]: leaf for p, leaf in leaves.items()}
 
 
-def _rng_files(
+def _make_rng_files(
     ckpt: Checkpoint,
     world: int,
     pattern: str,
@@ -135,7 +141,7 @@ def _rng_files(
     placed: set[Path],
     needs: frozenset[str] = frozenset(),
 ) -> list[SmallFile]:
-    """List the files with the RNG state of every rank that the new job has, and the source too.
+    """Return the files with RNG state: one for each rank of the new job whose state the source has.
 
     Args:
         ckpt: what is written.
@@ -143,22 +149,27 @@ def _rng_files(
         pattern: name of a file, with {} for the rank.
         keys: {canonical name of a part of the state: its name in the file}.
         placed: gets the canonical paths that are in these files.
-        needs: the canonical names of parts without which the trainer reads no file. Such a trainer reads the states of
-            all devices, too, so that of a single one is left out.
+        needs: canonical names of the parts that the trainer needs to read a file; a rank without one of them gets no
+            file. If given, a CUDA state of a single device is left out, since such a trainer reads the states of all
+            devices.
     """
     of_rank: dict[str, dict[Path, object]] = {}
-    for path, leaf in _leaves_below(ckpt, "rng").items():
+    for path, leaf in _select_leaves(ckpt, "rng").items():
         if len(path) > 2 and not (needs and path[2:] == ("cuda",) and isinstance(leaf, TensorEntry)):
             of_rank.setdefault(str(path[1]), {})[path] = leaf
     ranks = {r: found for r in range(world) if (found := of_rank.get(str(r))) and needs <= {p[2] for p in found}}
     for found in ranks.values():
         placed |= set(found)
-    return [SmallFile(pattern.format(rank), cut_paths(found, 2, keys)) for rank, found in ranks.items()]
+    return [SmallFile(pattern.format(rank), strip_paths(found, 2, keys)) for rank, found in ranks.items()]
 
 
-def note_lost_rng(files: Sequence[SmallFile], world: int) -> list[str]:
-    """Return a note on the ranks, of `world`, for which the source has no RNG state; empty where it has all. `files`
-    are those that were made."""
+def note_missing_rng(files: Sequence[SmallFile], world: int) -> list[str]:
+    """Return one note if the source lacks the RNG state of some ranks; otherwise an empty list.
+
+    Args:
+        files: the files with RNG states that are written, one per rank that has one.
+        world: ranks of the new job.
+    """
     if len(files) in (0, world):
         return [] if files else ["the source has no RNG state: ranks keep the seeds that the script sets"]
     return [
@@ -178,8 +189,8 @@ def _draft_directory(
     notes: list[str],
     made: Mapping[Path, object] = MappingProxyType({}),
 ) -> Draft:
-    """Draft a directory of Accelerate, Trainer or LLaMA-Factory: model and optimizer, the small files, and what has no
-    other place.
+    """Draft a directory of Accelerate, Trainer or LLaMA-Factory: model and optimizer, the small files, and
+    ckpttool_state.pt with the rest.
 
     Args:
         name: "accelerate", "trainer" or "llamafactory".
@@ -187,10 +198,10 @@ def _draft_directory(
         source: where its bytes are.
         options: those of the conversion.
         small: the small files.
-        placed: canonical paths of what is in them.
+        placed: canonical paths of the entries in the small files.
         world: ranks of the new job.
-        notes: what the user should know of them.
-        made: {canonical path: value} of what the source does not have.
+        notes: notes for the user on the small files.
+        made: {canonical path: value} of values that are written and that the source does not have.
 
     Raises:
         Unsupported: there are no weights, or the optimizer's parameters cannot be numbered.
@@ -202,16 +213,16 @@ def _draft_directory(
             code="CKPT0317",
         )
     kind = state_dict_type(ckpt, options)
-    parts = state_drafts(ckpt, source, options, _NAMES_OF[name], at_root=name == "llamafactory")
-    rest, kept = left_over(ckpt, placed)
-    parts.append(("", data_files(ckpt, [*rest, *small], options)))
-    out = joined_drafts(name, ckpt, parts, options, world)
+    parts = draft_model_and_optimizer(ckpt, source, options, _NAMES_OF[name], at_root=name == "llamafactory")
+    rest, kept = collect_left_over_state(ckpt, placed)
+    parts.append(("", draft_small_files(ckpt, [*rest, *small], options)))
+    out = join_drafts(name, ckpt, parts, options, world)
     other = argument("state_dict_type", "sharded" if kind == "ddp" else "ddp", "DirectoryOptions")
     if kind != "ddp":
         notes = [f"for a job with FSDP; {other} writes it for one without", *notes]
     elif options.of(DirectoryOptions).state_dict_type is None:
         notes = [f"for a job of one process without FSDP; {other} writes it for one with", *notes]
-    declare_numbers_of_files(out, (p for p in placed if p[0] in ("scheduler", "rng")))
+    turn_positions_into_keys(out, (p for p in placed if p[0] in ("scheduler", "rng")))
     out.notes += [*notes, *kept]
     out.synthesized_values |= {joined(p): data for p, data in made.items()}
     return out
@@ -231,25 +242,25 @@ def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) ->
     for i, (paths, state) in enumerate(_list_schedulers(ckpt)):
         placed |= paths
         small.append(SmallFile(f"scheduler{f'_{i}' if i else ''}.bin", state))
-    if scaler := leaves_inside(ckpt, "scaler"):
+    if scaler := select_leaves_below(ckpt, "scaler"):
         placed |= set(scaler)
-        small.append(SmallFile("scaler.pt", cut_paths(scaler, 1)))
+        small.append(SmallFile("scaler.pt", strip_paths(scaler, 1)))
     for key in {
         p[1]
-        for p in _leaves_below(ckpt, "dataloader")
+        for p in _select_leaves(ckpt, "dataloader")
         if len(p) > 1 and re.fullmatch(r"(sampler|dl_state_dict)(_\d+)?", str(p[1]))
     }:
-        found = _leaves_below(ckpt, "dataloader", key)
+        found = _select_leaves(ckpt, "dataloader", key)
         placed |= set(found)
-        small.append(SmallFile(f"{key}.bin", _file_tree(found)))
-    for key in {p[1] for p in _leaves_below(ckpt, "extra") if re.fullmatch(r"custom_checkpoint_\d+", str(p[1]))}:
-        found = _leaves_below(ckpt, "extra", key)
+        small.append(SmallFile(f"{key}.bin", _strip_component_and_key(found)))
+    for key in {p[1] for p in _select_leaves(ckpt, "extra") if re.fullmatch(r"custom_checkpoint_\d+", str(p[1]))}:
+        found = _select_leaves(ckpt, "extra", key)
         placed |= set(found)
-        small.append(SmallFile(f"{key}.pkl", _file_tree(found)))
+        small.append(SmallFile(f"{key}.pkl", _strip_component_and_key(found)))
     keys = {ours: theirs for theirs, ours in RNG_KEYS.items()}
-    rng = _rng_files(ckpt, world, "random_states_{}.pkl", keys, placed)
+    rng = _make_rng_files(ckpt, world, "random_states_{}.pkl", keys, placed)
     return _draft_directory(
-        "accelerate", ckpt, source, options, [*small, *rng], placed, world, note_lost_rng(rng, world)
+        "accelerate", ckpt, source, options, [*small, *rng], placed, world, note_missing_rng(rng, world)
     )
 
 
@@ -262,24 +273,24 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         Unsupported: there are no weights, several optimizers, or parameters that cannot be numbered where they must be.
     """
     refuse_several_optimizers(ckpt, "Trainer")
-    ckpt, lost = _without_tensors(ckpt, (*_TRAINER_STATE, "stateful_callbacks"), "trainer_state.json")
+    ckpt, lost = _without_tensor_counters(ckpt, (*_TRAINER_STATE, "stateful_callbacks"), "trainer_state.json")
     world = options.ranks(ckpt)
     placed: set[Path] = set()
     small, notes = [], []
     if scheduler := find_only_scheduler(ckpt):
         placed |= set(scheduler)
-        small.append(SmallFile("scheduler.pt", cut_paths(scheduler, 1)))
+        small.append(SmallFile("scheduler.pt", strip_paths(scheduler, 1)))
     if not small:
         notes.append(
-            f"{describe_lack_of_scheduler(ckpt)}: Trainer resumes an optimizer only where scheduler.pt is there too"
+            f"{explain_missing_scheduler(ckpt)}: Trainer resumes an optimizer only where scheduler.pt is there too"
         )
-    if scaler := leaves_inside(ckpt, "scaler"):
+    if scaler := select_leaves_below(ckpt, "scaler"):
         placed |= set(scaler)
-        small.append(SmallFile("scaler.pt", cut_paths(scaler, 1)))
-    rng = _rng_files(ckpt, world, "rng_state_{}.pth" if world > 1 else "rng_state.pth", {}, placed)
+        small.append(SmallFile("scaler.pt", strip_paths(scaler, 1)))
+    rng = _make_rng_files(ckpt, world, "rng_state_{}.pth" if world > 1 else "rng_state.pth", {}, placed)
     counters: dict[Path, Any] = {}
-    for path, data in _leaves_below(ckpt, "trainer").items():
-        if len(path) == 2 and path[1] in _TRAINER_STATE and _is_json(data):
+    for path, data in _select_leaves(ckpt, "trainer").items():
+        if len(path) == 2 and path[1] in _TRAINER_STATE and _is_json_value(data):
             counters[path[1:]] = data
             placed.add(path)
     if ("global_step",) not in counters:
@@ -302,7 +313,7 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         [*small, *rng, SmallFile("trainer_state.json", counters)],
         placed,
         world,
-        notes + note_lost_rng(rng, world),
+        notes + note_missing_rng(rng, world),
         made,
     )
     out.dropped += lost
@@ -325,17 +336,17 @@ def write_llamafactory(ckpt: Checkpoint, source: Source, options: WriteOptions) 
             f"{argument('state_dict_type', 'full')}: LLaMA-Factory saves no such state; choose sharded or ddp.",
             code="CKPT0203",
         )
-    ckpt, lost = _without_tensors(ckpt, ("global_step", "epoch", "num_training_steps"), "metadata.json")
+    ckpt, lost = _without_tensor_counters(ckpt, ("global_step", "epoch", "num_training_steps"), "metadata.json")
     world = options.ranks(ckpt)
     placed: set[Path] = set()
     small = []
     if scheduler := find_only_scheduler(ckpt):
         placed |= set(scheduler)
-        small.append(SmallFile("scheduler.pt", cut_paths(scheduler, 1)))
+        small.append(SmallFile("scheduler.pt", strip_paths(scheduler, 1)))
     keys = {"cpu": "torch", "cuda": "accelerator"}
-    rng = _rng_files(ckpt, world, "rng_state/rank_{}.pt", keys, placed, frozenset(("python", "numpy", "cpu")))
-    notes = note_lost_rng(rng, world)
-    loaders = _loaders_of_ranks(ckpt, world, placed)
+    rng = _make_rng_files(ckpt, world, "rng_state/rank_{}.pt", keys, placed, frozenset(("python", "numpy", "cpu")))
+    notes = note_missing_rng(rng, world)
+    loaders = _make_loader_files(ckpt, world, placed)
     if not loaders:
         notes.append(f"no data loader of {world} ranks is in the source: the job begins the epoch again")
     epoch = ckpt.value("trainer.epoch")
@@ -361,17 +372,17 @@ def write_llamafactory(ckpt: Checkpoint, source: Source, options: WriteOptions) 
     return out
 
 
-def _loaders_of_ranks(ckpt: Checkpoint, world: int, placed: set[Path]) -> list[SmallFile]:
-    """List the files with LLaMA-Factory's data loader of every rank; empty where the source is not LLaMA-Factory's of
-    as many ranks. `placed` gets the canonical paths in them."""
-    found = leaves_inside(ckpt, "dataloader")
+def _make_loader_files(ckpt: Checkpoint, world: int, placed: set[Path]) -> list[SmallFile]:
+    """Return the files with LLaMA-Factory's data loader state, one per rank; empty unless the source has such states of
+    exactly `world` ranks. `placed` gets the canonical paths in the files."""
+    found = select_leaves_below(ckpt, "dataloader")
     if {p[1] for p in found} != {str(r) for r in range(world)} or any(
         len(p) < 3 or p[2] not in ("buffer", "data_provider") for p in found
     ):
         return []
     placed |= set(found)
     return [
-        SmallFile(f"dataloader/rank_{r}.pt", cut_paths({p: x for p, x in found.items() if p[1] == str(r)}, 2))
+        SmallFile(f"dataloader/rank_{r}.pt", strip_paths({p: x for p, x in found.items() if p[1] == str(r)}, 2))
         for r in range(world)
     ]
 
@@ -404,40 +415,47 @@ _TRAINER_STATE = frozenset(
 
 
 def count_steps(ckpt: Checkpoint, source: Source) -> int:
-    """Return the optimizer's steps: as the trainer counts them, or as the optimizer has them for its first parameter; 0
-    where neither does."""
+    """Return the number of optimizer steps: the trainer's counter, else the `step` of the first parameter in the
+    optimizer; 0 if there is neither."""
     if (counts := step_count(ckpt.value)) is not None:
         return counts
     for name, t in ckpt.tensors.items():
         if t.path[:2] == ("optim", "state") and t.path[3:] == ("step",) and t.numel == 1:
-            number = decode_number(t.dtype, small(ckpt, source, [name])[name])
+            number = decode_number(t.dtype, read_small_tensors(ckpt, source, [name])[name])
             return int(number) if isinstance(number, (int, float)) and 0 <= number < 1 << 53 else 0
     return 0
 
 
 def _compare_counters(ckpt: Checkpoint, written: Mapping[Path, Any]) -> tuple[set[Path], dict[Path, Any]]:
-    """Compare the counters that a trainer's file gets, {canonical path: number}, with those of the source; return (the
-    paths of those that are equal, the counters of which the source has none)."""
-    equal = {p for p, x in written.items() if _is_equal(ckpt.value(joined(p)), x)}
+    """Compare counters that a trainer's file gets with those of the source.
+
+    Args:
+        ckpt: the source.
+        written: {canonical path: number} in the file.
+
+    Returns:
+        (paths of the counters that are equal in the source, {path: number} of the counters that the source lacks).
+    """
+    equal = {p for p, x in written.items() if _is_equal_value(ckpt.value(joined(p)), x)}
     return equal, {p: x for p, x in written.items() if joined(p) not in ckpt.values}
 
 
-def _without_tensors(ckpt: Checkpoint, counters: Sequence[str], file: str) -> tuple[Checkpoint, list[Dropped]]:
-    """Return (the index without those counters of the trainer that are tensors, what was dropped). `file` is the JSON
-    file that has their numbers."""
+def _without_tensor_counters(ckpt: Checkpoint, counters: Sequence[str], file: str) -> tuple[Checkpoint, list[Dropped]]:
+    """Return (the index without those of the trainer's `counters` that are tensors, the entries dropped). `file` is the
+    JSON file that needs them as numbers."""
     bare = [n for n in (f"trainer.{key}" for key in counters) if n in ckpt.tensors]
-    return _without(ckpt, bare, f"{file} has a number there, and a tensor is none")
+    return _without_entries(ckpt, bare, f"{file} has a number there, and a tensor is none")
 
 
-def _is_equal(a: object, b: object) -> bool:
-    """Return whether two values are equal, of equal types, too."""
+def _is_equal_value(a: object, b: object) -> bool:
+    """Return whether two values are equal and of equal types."""
     return equal_values(Value((), a), Value((), b))
 
 
-def _is_json(x: object) -> bool:
-    """Return whether JSON can hold a value and gives the same back, within the bounds that our reader sets."""
+def _is_json_value(x: object) -> bool:
+    """Return whether JSON can hold a value and gives back an equal one, within the bounds of ckpttool's parser."""
     try:
-        return _is_equal(bounded_json.parse(bounded_json.encode(x), "a counter"), x)
+        return _is_equal_value(bounded_json.parse(bounded_json.encode(x), "a counter"), x)
     except (TypeError, ValueError, CkpttoolError):
         return False
 
@@ -467,7 +485,9 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     refuse_several_optimizers(ckpt, "Lightning")
     plain = ("scheduler", "trainer.epoch", "trainer.global_step", *(f"extra.{key}" for key in _LIGHTNING_EXTRA))
     bare = [n for n in plain if n in ckpt.tensors]
-    ckpt, lost = _without(ckpt, bare, "Lightning has a number, a list or a dict there, and a tensor is none of them")
+    ckpt, lost = _without_entries(
+        ckpt, bare, "Lightning has a number, a list or a dict there, and a tensor is none of them"
+    )
     world = options.ranks(ckpt)
     placed: set[Path] = set()
     notes: list[str] = []
@@ -481,16 +501,16 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     equal, made = _compare_counters(ckpt, written)
     placed |= equal
     for key in _LIGHTNING_EXTRA:
-        found = _leaves_below(ckpt, "extra", key)
+        found = _select_leaves(ckpt, "extra", key)
         placed |= set(found)
-        meta |= cut_paths(found, 1)
+        meta |= strip_paths(found, 1)
     held = set(meta)
     if not any(p[0] == "pytorch-lightning_version" for p in meta):
         meta["pytorch-lightning_version",] = _LIGHTNING_VERSION
     if not any(p[0] == "callbacks" for p in meta):
         meta["callbacks",] = {}
     if not any(p[0] == "loops" for p in meta):
-        meta["loops",] = _fit_loop_progress(step)
+        meta["loops",] = _make_loop_state(step)
         notes.append(
             f"the loops of Lightning go on at batch {step} of epoch 0, since the source counts {step} steps; the data "
             "loader of the script decides which rows those are"
@@ -514,21 +534,21 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
         """Return the leaves under Lightning's keys for model and optimizer."""
         return {(keys[str(p[0])], *p[1:]): leaf for p, leaf in leaves.items()}
 
-    rest, kept = left_over(ckpt, placed)
+    rest, kept = collect_left_over_state(ckpt, placed)
     small = [*rest, SmallFile("meta.pt", meta)]
     parts = [
-        ("", data_files(ckpt, small, options)),
+        ("", draft_small_files(ckpt, small, options)),
         ("", write_dcp(state, source, replace(options, own=None, tree=tree))),
     ]
-    out = joined_drafts("lightning", ckpt, parts, options, world)
+    out = join_drafts("lightning", ckpt, parts, options, world)
     out.dropped += lost
     out.notes += [*notes, *kept]
     out.synthesized_values |= {joined(p): data for p, data in made.items()}
     return out
 
 
-def _fit_loop_progress(step: int) -> dict[str, object]:
-    """Return the state of Lightning's loops, {"fit_loop": ...}, after so many optimizer steps, one a batch
+def _make_loop_state(step: int) -> dict[str, object]:
+    """Return the state of Lightning's loops, {"fit_loop": ...}, after `step` optimizer steps of one batch each
     (lightning/pytorch/loops)."""
 
     def progress(n: int, *keys: str) -> dict[str, object]:
@@ -555,7 +575,7 @@ def _fit_loop_progress(step: int) -> dict[str, object]:
     return {"fit_loop": fit}
 
 
-def _titan_tree(leaves: dict[Path, Any]) -> dict[Path, Any]:
+def _to_titan_tree(leaves: dict[Path, Any]) -> dict[Path, Any]:
     """Return {path in torchtitan's state dict: leaf}: the model at the root, and the optimizer flattened by parameter
     (StateDictOptions(flatten_optimizer_state_dict=True))."""
     out: dict[Path, Any] = {}
@@ -578,15 +598,16 @@ def _titan_tree(leaves: dict[Path, Any]) -> dict[Path, Any]:
     return out
 
 
-def _have_one_place(path: Path, named: Path) -> bool:
-    """Whether a leaf at `path` cannot be in one nested dict with a leaf at `named`: one is inside the other, or one is
-    in a list where the other has a name."""
+def _paths_conflict(path: Path, named: Path) -> bool:
+    """Return whether one nested dict cannot hold a leaf at `path` and one at `named`: one path is inside the other, or
+    `path` is in a list where `named` has a name."""
     k = min(len(path), len(named))
     return path[:k] == named[:k] or (path[0] == named[0] and isinstance(path[1], int))
 
 
-def _without(ckpt: Checkpoint, names: Sequence[str], why: str) -> tuple[Checkpoint, list[Dropped]]:
-    """Return (the index without the tensors and values of these names, what was dropped, for this reason)."""
+def _without_entries(ckpt: Checkpoint, names: Sequence[str], why: str) -> tuple[Checkpoint, list[Dropped]]:
+    """Return (the index without the tensors and values of these names, the entries dropped, each with the reason
+    `why`)."""
     gone = set(names)
     left = replace(
         ckpt,
@@ -618,10 +639,10 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
         ("scheduler", "last_epoch"): step,
     }
     made = {p: data for p, data in needed.items() if joined(p) not in ckpt.tensors and ckpt.value(joined(p)) is None}
-    dropped = [joined(p) for p in ckpt.leaves() if p not in made and any(_have_one_place(p, q) for q in made)]
-    ckpt, lost = _without(ckpt, dropped, "torchtitan has entries with names there, which it asks for")
+    dropped = [joined(p) for p in ckpt.leaves() if p not in made and any(_paths_conflict(p, q) for q in made)]
+    ckpt, lost = _without_entries(ckpt, dropped, "torchtitan has entries with names there, which it asks for")
     values = {**ckpt.values, **{joined(p): Value(p, data) for p, data in made.items()}}
-    draft = write_dcp(replace(ckpt, values=values, origin={}, notes=[]), source, replace(options, tree=_titan_tree))
+    draft = write_dcp(replace(ckpt, values=values, origin={}, notes=[]), source, replace(options, tree=_to_titan_tree))
     draft.taken_apart = {n: v for n, v in draft.taken_apart.items() if v.path[0] != "optim"}
     draft.checkpoint.layout = "torchtitan"
     draft.dropped += lost
@@ -629,8 +650,8 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
     draft.synthesized_values |= {joined(p): data for p, data in made.items() if joined(p) not in ckpt.values}
     # each parameter has the options of its group, and a reader makes groups of those with equal ones
     groups = {n: v for n, v in ckpt.values.items() if v.path[:2] == ("optim", "param_groups")}
-    optim = {p: leaf for p, leaf in _titan_tree(ckpt.leaves()).items() if p[0] == "optimizer" or len(p) == 1}
-    read = canonical(optim, shape_of, None, None).leaves if groups else {}
+    optim = {p: leaf for p, leaf in _to_titan_tree(ckpt.leaves()).items() if p[0] == "optimizer" or len(p) == 1}
+    read = make_canonical_state(optim, shape_of, None, None).leaves if groups else {}
     after = {joined(p): Value(p, x) for p, x in read.items() if p[:2] == ("optim", "param_groups")}
     draft.changed |= list_changed_values(groups, after, "torchtitan keeps options by parameter")
     draft.checkpoint.values = {n: v for n, v in draft.checkpoint.values.items() if n not in groups} | after
@@ -638,7 +659,7 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
         draft.notes.append(
             f"{', '.join(map(joined, made))} are not in the source: {', '.join(map(str, made.values()))} was written"
         )
-    ranks = {p[1] for p in _leaves_below(ckpt, "dataloader") if len(p) > 1} - {"world_size"}
+    ranks = {p[1] for p in _select_leaves(ckpt, "dataloader") if len(p) > 1} - {"world_size"}
     mesh = options.of(MeshOptions).sizes
     loaders = world if mesh is None else mesh.loaders
     if ranks != {f"dp_rank_{r}" for r in range(loaders)}:
@@ -694,9 +715,12 @@ def write_torchtune(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
             (state, "recipe_state.pt"),
         )
     ]
-    rest, kept = left_over(ckpt, set(needed))
-    drafts = [("", data_files(ckpt, rest, options)), *(("", full.write(part, source, own)) for part, own in parts)]
-    out = joined_drafts("torchtune", ckpt, drafts, options, options.world_size or ckpt.world_size)
+    rest, kept = collect_left_over_state(ckpt, set(needed))
+    drafts = [
+        ("", draft_small_files(ckpt, rest, options)),
+        *(("", full.write(part, source, own)) for part, own in parts),
+    ]
+    out = join_drafts("torchtune", ckpt, drafts, options, options.world_size or ckpt.world_size)
     out.checkpoint.values = {n: v for n, v in out.checkpoint.values.items() if n not in map(joined, made)}
     out.synthesized_values |= {joined(p): data for p, data in made.items()}
     if not own:

@@ -31,8 +31,16 @@ from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
 from ..options import VerlOptions
-from .join import SmallFile, data_files, declare_order, joined_drafts, left_over, numbered_parameters, numbered_tree
-from .write_directories import note_lost_rng, refuse_several_optimizers
+from .join import (
+    SmallFile,
+    collect_left_over_state,
+    draft_small_files,
+    join_drafts,
+    make_component_tree,
+    number_parameters,
+    sort_param_groups,
+)
+from .write_directories import note_missing_rng, refuse_several_optimizers
 
 __all__ = ["write_verl"]
 
@@ -57,18 +65,18 @@ def write_verl(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft
         )
     world = options.ranks(ckpt)
     placed: set[Path] = set()
-    loader = _loader(ckpt, placed)
-    extra, notes = _extra_states(ckpt, world, placed)
-    rest, kept = left_over(ckpt, placed)
+    loader = _make_loader_file(ckpt, placed)
+    extra, notes = _make_extra_state_files(ckpt, world, placed)
+    rest, kept = collect_left_over_state(ckpt, placed)
     config = TorchFiles()
     config.literal("fsdp_config.json", bounded_json.encode({"FSDP_version": 2, "world_size": world}, indent=4) + b"\n")
     parts = [
-        ("", data_files(ckpt, [*rest, *loader], options)),
+        ("", draft_small_files(ckpt, [*rest, *loader], options)),
         ("actor/", config.draft(Checkpoint("data", options.target, None, [], [], {}, {}), {})),
-        ("actor/", data_files(ckpt, extra, options)),
-        ("actor/", _files_of_ranks(ckpt, source, options, world)),
+        ("actor/", draft_small_files(ckpt, extra, options)),
+        ("actor/", _draft_rank_files(ckpt, source, options, world)),
     ]
-    out = joined_drafts("verl", ckpt, parts, options, world)
+    out = join_drafts("verl", ckpt, parts, options, world)
     if ("scheduler",) not in ckpt.leaves() and not any(p[0] == "scheduler" for p in ckpt.leaves()):
         out.synthesized_values["scheduler"] = None
     out.notes += [
@@ -80,9 +88,9 @@ def write_verl(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft
     return out
 
 
-def _loader(ckpt: Checkpoint, placed: set[Path]) -> list[SmallFile]:
-    """List data.pt with the state of torchdata's loader; empty where the source has another one or none. `placed` gets
-    the canonical paths in it."""
+def _make_loader_file(ckpt: Checkpoint, placed: set[Path]) -> list[SmallFile]:
+    """Return [data.pt] with the state of torchdata's StatefulDataLoader; an empty list if the source has no such state.
+    `placed` gets the canonical paths in the file."""
     found = {p: x for p, x in ckpt.leaves().items() if p[0] == "dataloader" and len(p) > 1}
     if not _OF_LOADER & {p[1] for p in found}:
         return []
@@ -90,12 +98,12 @@ def _loader(ckpt: Checkpoint, placed: set[Path]) -> list[SmallFile]:
     return [SmallFile("data.pt", {p[1:]: x for p, x in found.items()})]
 
 
-def _extra_states(ckpt: Checkpoint, world: int, placed: set[Path]) -> tuple[list[SmallFile], list[str]]:
-    """Return (the file with scheduler and RNG state of every rank, notes for the user). verl loads an RNG state only
-    with all of its parts. `placed` gets the canonical paths in the files.
+def _make_extra_state_files(ckpt: Checkpoint, world: int, placed: set[Path]) -> tuple[list[SmallFile], list[str]]:
+    """Return (one file per rank with the scheduler and, where all its parts are known, the rank's RNG state; notes for
+    the user). verl loads an RNG state only with all of its parts. `placed` gets the canonical paths in the files.
 
     Raises:
-        Unsupported: a tensor is in the scheduler, of which every rank would need a copy.
+        Unsupported: the scheduler has a tensor, of which every rank would need a copy.
     """
     leaves = ckpt.leaves()
     scheduler = {p: x for p, x in leaves.items() if p[0] == "scheduler"}
@@ -118,19 +126,19 @@ def _extra_states(ckpt: Checkpoint, world: int, placed: set[Path]) -> tuple[list
         rng: dict[Path, object] = {("rng", "random" if p[2] == "python" else p[2]): x for p, x in own.items()}
         files.append(SmallFile(name, {**saved, **rng}))
         with_rng += files[-1:] if own else []
-    return files, note_lost_rng(with_rng, world)
+    return files, note_missing_rng(with_rng, world)
 
 
-def _files_of_ranks(ckpt: Checkpoint, source: Source, options: WriteOptions, world: int) -> Draft:
-    """Draft the files with the model and with the optimizer of every rank; rank 0's model, by which verl's folders are
-    recognised, comes last."""
+def _draft_rank_files(ckpt: Checkpoint, source: Source, options: WriteOptions, world: int) -> Draft:
+    """Draft the model files and the optimizer files of all ranks. Rank 0's model file, by which verl's folders are
+    recognised, is written last."""
     whole = {f"model.{n}" for n in split_training_state(ckpt, source).buffers}
     leaves = ckpt.leaves()
     trees: dict[str, Mapping[Path, object]] = {}
     optim = {p: x for p, x in leaves.items() if p[0] == "optim"}
-    numbers = numbered_parameters(ckpt, options, "verl", "") if optim else {}
+    numbers = number_parameters(ckpt, options, "verl", "") if optim else {}
     if numbers:
-        trees["optim"] = numbered_tree((), numbers, optim)
+        trees["optim"] = make_component_tree((), numbers, optim)
         if not any(p[0] == "state" for p in trees["optim"]):
             trees["optim"] = {**trees["optim"], ("state",): {}}  # before the first step; load_state_dict asks for it
     trees["model"] = {p[1:]: x for p, x in leaves.items() if p[0] == "model"}
@@ -142,7 +150,7 @@ def _files_of_ranks(ckpt: Checkpoint, source: Source, options: WriteOptions, wor
     draft = out.draft()
     if numbers:
         draft.checkpoint.values = {n: v for n, v in ckpt.values.items() if v.path[0] in ("model", "optim")}
-        declare_order(draft, numbers)
+        sort_param_groups(draft, numbers)
     else:  # without an optimizer, or with Megatron-Core's before its first step
         why = "the param groups list no parameters, which verl numbers"
         draft.dropped += [
@@ -173,7 +181,8 @@ class _RankFiles:
         self._ends: dict[int, int] = {}  # {number of a file: byte at which what was placed in it ends}
 
     def add(self, component: str, tree: Mapping[Path, object]) -> None:
-        """Add the file of every rank with the leaves of a component, {path in the file: leaf}."""
+        """Add one file per rank for a component ("model" or "optim"). `tree` is {path in the file: leaf} of whole
+        tensors; each file gets the rank's rows."""
         held = {joined(x.path): x for x in tree.values() if isinstance(x, TensorEntry)}
         owners = {name: x for name, x in held.items() if name not in self.same}
         places: dict[int, tuple[int, dict[str, int]]] = {}
@@ -190,12 +199,12 @@ class _RankFiles:
                     shape = rows[owner]
                     local = TensorRef(dtype, shape, keys[owner], prod(shape)) if owner in keys else None
                     own = local or Inline(dtype, shape, b"")
-                    leaves[path] = make_dtensor(mesh, x.shape, own, dtype) if self._is_cut(x) else own
+                    leaves[path] = make_dtensor(mesh, x.shape, own, dtype) if self._is_sharded(x) else own
             name = f"{component}_world_size_{self.world}_rank_{rank}.pt"
             file = self.files.add(name, nest(leaves), {keys[n]: size for n, size in stored.items()})
             places[rank] = (file, {n: self.files.offset(file, key) for n, key in keys.items()})
         for name, x in owners.items():
-            self._place(name, x, {rank: (file, at.get(name, 0)) for rank, (file, at) in places.items()})
+            self._record_places(name, x, {rank: (file, at.get(name, 0)) for rank, (file, at) in places.items()})
         for name, x in held.items():
             if name not in owners:
                 self.tensors[name] = TensorEntry(self._dtype(x), x.shape, x.path, self.tensors[self.same[name]].chunks)
@@ -205,30 +214,32 @@ class _RankFiles:
         """Return the dtype in which a tensor is written."""
         return self.options.cast(joined(t.path), t.dtype)
 
-    def _is_cut(self, t: TensorEntry) -> bool:
-        """Return whether ranks have rows of a tensor: a parameter, or a slot of its shape."""
+    def _is_sharded(self, t: TensorEntry) -> bool:
+        """Return whether each rank has only some rows of a tensor: of a parameter, or of an optimizer slot with its
+        shape."""
         if t.path[0] == "model":
             return bool(t.shape) and joined(t.path) not in self.whole
         of = self.ckpt.tensors.get(f"model.{t.path[2]}") if len(t.path) == 4 else None
-        return of is not None and of.shape == t.shape and self._is_cut(of)
+        return of is not None and of.shape == t.shape and self._is_sharded(of)
 
     def _rows(self, t: TensorEntry, rank: int) -> tuple[int, tuple[int, ...]]:
-        """Return (first row, shape) of what a rank has of a tensor: as torch.chunk cuts it, or all."""
-        if not self._is_cut(t):
+        """Return (first row, shape) of a rank's part of a tensor, cut as torch.chunk does; all of it if it is not
+        sharded."""
+        if not self._is_sharded(t):
             return 0, t.shape
         each = -(-t.shape[0] // self.world)
         first, end = (min(r * each, t.shape[0]) for r in (rank, rank + 1))
         return first, (end - first, *t.shape[1:])
 
-    def _place(self, name: str, t: TensorEntry, places: Mapping[int, tuple[int, int]]) -> None:
-        """Say where the bytes of a tensor lie: its rows in the files of all ranks, or a copy of all of it in each.
-        `places` are {rank: (number of its file, byte of it)}."""
+    def _record_places(self, name: str, t: TensorEntry, places: Mapping[int, tuple[int, int]]) -> None:
+        """Record where the bytes of a tensor are written: its rows in the file of each rank, or a full copy in each.
+        `places` are {rank: (number of its file, offset in it)}."""
         dtype = self._dtype(t)
         file, at = places[0]
         behind = self._ends.get(file) or self.files.head_bytes(file)
         if n := prod(self._rows(t, 0)[1]) * ITEMSIZE[dtype]:
             self._ends[file] = at + n
-        if not self._is_cut(t) and t.numel:
+        if not self._is_sharded(t) and t.numel:
             for rank, (file, at) in places.items():
                 copy = name if rank == 0 else f"replica.{rank}.{name}"
                 chunks = Chunks.whole(t.shape, file, at, t.numel * ITEMSIZE[dtype])

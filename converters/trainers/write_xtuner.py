@@ -12,14 +12,14 @@ from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
 from ..dcp.write_dcp import write as write_dcp
-from .join import SmallFile, data_files, joined_drafts, left_over
+from .join import SmallFile, collect_left_over_state, draft_small_files, join_drafts
 from .write_directories import (
     count_steps,
-    cut_paths,
-    describe_lack_of_scheduler,
+    explain_missing_scheduler,
     find_only_scheduler,
-    leaves_inside,
     refuse_several_optimizers,
+    select_leaves_below,
+    strip_paths,
 )
 
 __all__ = ["write"]
@@ -29,7 +29,7 @@ _LOADER = frozenset(("sampler", "dataset", "total_consumed_samples"))
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """Draft the checkpoint, whose folder of dcp a job of any world size loads.
+    """Draft the checkpoint of xtuner v1. A job of any world size loads its dcp folder.
 
     Raises:
         UsageError: no world size was given and the source has none.
@@ -43,21 +43,21 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         )
     world, placed, notes = options.ranks(ckpt), set[Path](), list[str]()
     weights = replace(ckpt.only(("model", "optim")), origin={}, ranks={}, notes=[])
-    draft = write_dcp(weights, source, replace(options, target="weights", own=None, tree=_own_tree))
+    draft = write_dcp(weights, source, replace(options, target="weights", own=None, tree=_to_xtuner_tree))
 
     # the files beside the weights, without which a Trainer stops unless it is told not to load them
     small: list[SmallFile] = []
-    loader = leaves_inside(ckpt, "dataloader")
+    loader = select_leaves_below(ckpt, "dataloader")
     if {p[1] for p in loader} >= _LOADER:
-        small.append(SmallFile("dataloader", cut_paths(loader, 1)))
+        small.append(SmallFile("dataloader", strip_paths(loader, 1)))
         placed |= loader.keys()
     else:
         notes.append("the source has no data loader of xtuner's: load with LoadCheckpointConfig(load_dataset=False)")
     if scheduler := find_only_scheduler(ckpt):
-        small.append(SmallFile("lr_scheduler", cut_paths(scheduler, 1)))
+        small.append(SmallFile("lr_scheduler", strip_paths(scheduler, 1)))
         placed |= scheduler.keys()
     else:
-        notes.append(f"{describe_lack_of_scheduler(ckpt)}: load with LoadCheckpointConfig(load_scheduler=False)")
+        notes.append(f"{explain_missing_scheduler(ckpt)}: load with LoadCheckpointConfig(load_scheduler=False)")
     epoch = ckpt.value("trainer.epoch")
     counters = {
         "cur_step": count_steps(ckpt, source),
@@ -68,17 +68,17 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     own = {n: ckpt.value(f"trainer.{n}") for n in counters}
     counters |= {n: x for n, x in own.items() if type(x) in (int, float)}
     placed |= {("trainer", n) for n, x in counters.items() if own[n] is not None and own[n] == x}
-    rest, kept = left_over(ckpt, placed)
+    rest, kept = collect_left_over_state(ckpt, placed)
     state = SmallFile("train_state.json", {(n,): x for n, x in counters.items()})
-    files = data_files(ckpt, [*rest, *small, state], options)
+    files = draft_small_files(ckpt, [*rest, *small, state], options)
 
-    out = joined_drafts("xtuner", ckpt, [("weights/", draft), ("", files)], options, world)
+    out = join_drafts("xtuner", ckpt, [("weights/", draft), ("", files)], options, world)
     out.notes += [*notes, *kept]
     made = {("trainer", n): x for n, x in counters.items() if own[n] is None}
     out.synthesized_values |= {joined(p): x for p, x in made.items()}
     return out
 
 
-def _own_tree(leaves: dict[Path, object]) -> dict[Path, object]:
+def _to_xtuner_tree(leaves: dict[Path, object]) -> dict[Path, object]:
     """Return {path in xtuner's state dict: leaf} of {canonical path: leaf}."""
     return {(("optimizer", *p[1:]) if p[0] == "optim" else p): leaf for p, leaf in leaves.items()}

@@ -72,7 +72,7 @@ class Piece(NamedTuple):
 
 
 def piece(name: str, body: bytes, mtime: int = TIME) -> Piece:
-    return Piece(name, tarball.make_header(name, len(body), mtime), body, tarball.padding(len(body)))
+    return Piece(name, tarball.make_header(name, len(body), mtime), body, tarball.make_padding(len(body)))
 
 
 def tensor(name: str, dtype: str, *shape: int) -> TensorEntry:
@@ -135,10 +135,10 @@ def kit(**change: Any) -> Kit:
 
 def parts(k: Kit) -> tuple[list[Piece], list[SplitPoint]]:
     """The members of an archive, and where its frames begin."""
-    readme = records.readme_text(k.shuffle)
+    readme = records.make_readme(k.shuffle)
     if k.readme:
         readme = k.readme(readme)
-    grouped = k.grouped or plan.group_by_member(k.tensors, k.most, k.shuffle)
+    grouped = k.grouped or plan.group_tensors_by_member(k.tensors, k.most, k.shuffle)
     planned = plan.make_plan(grouped, k.tensors, k.shuffle, k.mtime, readme)
     out = [piece(plan.README, readme, k.mtime)]
     hashes: dict[str, tuple[int, str]] = {plan.README: (len(readme), records.sha256_hex(readme))}
@@ -201,17 +201,17 @@ class Frame(NamedTuple):
 def frames_of(path: Path) -> list[Frame]:
     raw = path.read_bytes()
     with Source(path.parent) as s:
-        t = frame_format.read_table(s, path.name)
+        t = frame_format.read_frame_table(s, path.name)
     return [Frame(raw[a : a + n], m) for a, n, m in zip(t.offsets, t.sizes, t.lengths, strict=True)]
 
 
 def assembled(path: Path, frames: Sequence[Frame], between: bytes = b"") -> Path:
     """A file of these frames, with tables that fit."""
     crcs = array("I", [crc32(f.data) for f in frames])
-    table = frame_format.crc_table(crcs)
+    table = frame_format.make_crc_table(crcs)
     sizes, lengths = array("I", [len(f.data) for f in frames]), array("I", [f.length for f in frames])
     sums = array("I", [int.from_bytes(f.data[-4:], "little") for f in frames])
-    seek = frame_format.seek_table(sizes, lengths, sums, len(table))
+    seek = frame_format.make_seek_table(sizes, lengths, sums, len(table))
     path.write_bytes(b"".join(f.data for f in frames) + between + table + seek)
     return path
 
@@ -310,7 +310,7 @@ def raw(name: str, kind: bytes, size: int = 0, link: str = "", **fields: Any) ->
     how = tarfile.GNU_FORMAT
     if fields:
         info.pax_headers, how = fields, tarfile.PAX_FORMAT
-    return Piece(name, info.tobuf(how), b"x" * size, tarball.padding(size))
+    return Piece(name, info.tobuf(how), b"x" * size, tarball.make_padding(size))
 
 
 def summed_again(head: bytes) -> bytes:
@@ -325,7 +325,7 @@ def resized(head: bytes, size: bytes) -> bytes:
 
 A_LONG_NAME = Piece(
     "d", summed_again(tarball.make_header("././@LongLink", 11, TIME)[:156] + b"L" + tarball.make_header("././@LongLink", 11, TIME)[157:]), b"../../../x\0",
-    tarball.padding(11),
+    tarball.make_padding(11),
 )  # fmt: skip
 
 
@@ -739,7 +739,7 @@ def other(new: Callable[[bytes, bytes, bytes], bytes], lies: int = 0) -> Files:
     """The largest frame is another: of its header, blocks and checksum."""
 
     def act(frames: list[Frame], k: int) -> list[Frame]:
-        n = len(frame_format.frame_header(frames[k].length))
+        n = len(frame_format.make_frame_header(frames[k].length))
         data = frames[k].data
         frames[k] = Frame(new(data[:n], data[n:-4], data[-4:]), frames[k].length + lies)
         return frames
@@ -760,7 +760,7 @@ FRAMES: dict[str, tuple[Files, bytes, bytes, bytes]] = {
     "no size of the content": (other(lambda h, b, c: window(0x04, 0x60) + b + c), b"", b"", b""),
     "no checksum": (other(lambda h, b, c: window(h[4] & ~4) + h[5:] + b), b"", b"", b""),
     "a dictionary": (other(lambda h, b, c: window(h[4] | 1, 7) + h[5:] + b + c), b"", b"", b""),
-    "a size that is too small": (other(lambda h, b, c: frame_format.frame_header(1000) + b + c), b"", b"", b""),
+    "a size that is too small": (other(lambda h, b, c: frame_format.make_frame_header(1000) + b + c), b"", b"", b""),
     "a frame that decompresses to 128 MiB": (other(lambda h, b, c: h + RLE + c), b"", b"", b""),
     "a frame that ends within a block": (other(lambda h, b, c: h + b[:-100] + c), b"", b"", b""),
     "a frame with another checksum": (other(lambda h, b, c: h + b + bytes(4)), b"", b"", b""),
@@ -1083,7 +1083,7 @@ def signature_stripped(path: Path, _: Shop) -> None:
 def signed_by_another(path: Path, shop: Shop) -> None:
     with Source(path.parent) as source:
         files = Archive(source, path.name).signed_files()
-    altered(path, signature=signing.sign(files, path.name, key=str(shop.keys / "other.pem")))
+    altered(path, signature=signing.sign_files(files, path.name, key=str(shop.keys / "other.pem")))
 
 
 def tensor_and_no_signature(path: Path, shop: Shop) -> None:
@@ -1149,7 +1149,7 @@ def test_words_of_a_verdict(tmp_path: Path) -> None:
     path = build(tmp_path / "a.tar.zst")
     good = path.read_bytes()
     with Source(tmp_path) as source:
-        table = frame_format.read_table(source, path.name)
+        table = frame_format.read_frame_table(source, path.name)
     at = table.offsets[-1] + table.sizes[-1] + 20  # in the table of CRC32s
     path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
     code, said = run("audit", "verify", path, "-q")

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 
 import ckpttool
 from ckpttool.engine import mixups, opening
-from ckpttool.engine.copy.stream import small
+from ckpttool.engine.copy.stream import read_small_tensors
 from ckpttool.engine.doctor.examine import doctor
 from ckpttool.engine.inspect import inspect
 from ckpttool.errors import CkpttoolError, Corrupt, Differs, Unsupported
@@ -453,7 +453,7 @@ def test_two_copies_of_a_model_in_files_of_different_ranks_are_no_mixup(tmp_path
 
 
 def test_crc32s_of_zeros() -> None:
-    assert [mixups._crc_of_zeros(n) for n in (0, 1, 2, 3, 7, 4096, 1000003)] == [
+    assert [mixups._compute_zeros_crc32(n) for n in (0, 1, 2, 3, 7, 4096, 1000003)] == [
         zlib.crc32(bytes(n)) for n in (0, 1, 2, 3, 7, 4096, 1000003)
     ]
 
@@ -487,7 +487,7 @@ def set_steps(folder: Path, steps: Callable[[str, str], float | None]) -> None:
     with ckpttool.open(folder) as opened:
         items = {n: t.chunks[0].extent for n, t in opened.checkpoint.tensors.items() if t.path[-1] == "step"}
         names = {n: str(opened.checkpoint.tensors[n].path[2]) for n in items}
-        old = small(opened.locate(), opened.source, items)
+        old = read_small_tensors(opened.locate(), opened.source, items)
         files = opened.checkpoint.files
     for n, (file, offset, length) in items.items():
         value = steps(files[file], names[n])
@@ -532,7 +532,7 @@ def along(steps: str, places: str, groups: str = "") -> Any:
     def column(text: str) -> dict[str, int]:
         return dict(zip(names, map(int, text), strict=True))
 
-    return mixups._find_split_along(names, column(groups or "0" * len(steps)), column(places), column(steps))
+    return mixups._find_step_split(names, column(groups or "0" * len(steps)), column(places), column(steps))
 
 
 @pytest.mark.parametrize(

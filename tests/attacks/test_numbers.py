@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import ckpttool
 from ckpttool.errors import Corrupt, Unsafe, Unsupported
-from ckpttool.formats.sharded import _flat_ints
-from ckpttool.formats.zip_bytes import zip_records
+from ckpttool.formats.sharded import _flatten_ints
+from ckpttool.formats.zip_bytes import read_zip_records
 from ckpttool.index.check import check
 from ckpttool.index.checkpoint import Checkpoint, Chunks, TensorEntry, Value
 
@@ -117,7 +117,7 @@ def plain_twice(_: Path) -> bytes:
 
 def with_right_crcs(data: bytes) -> bytes:
     """A zip written anew, whatever its checksums said."""
-    records = zip_records(lambda at, n: data[at : at + n], 0, len(data), "x")
+    records = read_zip_records(lambda at, n: data[at : at + n], 0, len(data), "x")
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as z:
         for name, r in records.items():
@@ -236,7 +236,9 @@ def flipped(data: bytes, number: float, which: int = 0) -> bytes:
     body = bytearray(data)
     wanted = struct.pack("<f", number)
     found = [
-        r for r in zip_records(lambda at, n: data[at : at + n], 0, len(data), "x").values() if r.name[:5] == "data/"
+        r
+        for r in read_zip_records(lambda at, n: data[at : at + n], 0, len(data), "x").values()
+        if r.name[:5] == "data/"
     ]
     at = [r.offset + k for r in found for k in range(0, r.length, 4) if data[r.offset + k :][:4] == wanted][which]
     body[at + 2] ^= 0x40
@@ -315,5 +317,5 @@ def test_the_shape_of_a_mesh_that_contains_itself_is_refused() -> None:
         wide = [wide] * 60
     for shape in endless, wide, (2, "x"), [1] * 9000:
         with pytest.raises(ValueError, match="not the shape of a mesh"):
-            _flat_ints(shape)
-    assert sorted(_flat_ints((2, [3, (4,)], ()))) == [2, 3, 4]
+            _flatten_ints(shape)
+    assert sorted(_flatten_ints((2, [3, (4,)], ()))) == [2, 3, 4]

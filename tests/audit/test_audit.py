@@ -549,7 +549,7 @@ def test_readme_txt_has_the_commands_that_open_and_check_an_archive(tmp_path: Pa
     export(small(tmp_path / "s.pt"), str(path), options)
     # the sidecar has the first command, since README.txt lies in the ciphertext
     first = json.loads((tmp_path / "ARCHIVE.tar.zst.age.json").read_text())["open"]
-    text = manifest.readme_text(False).decode()
+    text = manifest.make_readme(False).decode()
     assert f"    {first}\n" in text
     lines = re.findall(r"^    ((?:mkdir|tar|\(cd|python|age) .*)$", text, re.MULTILINE)
     steps = [first, *(s for s in lines if not s.startswith("age") and "certificate" not in s)]

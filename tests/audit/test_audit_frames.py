@@ -28,7 +28,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.audit import byte_planes, frame_format, frame_walk, frame_writer
-from ckpttool.audit.frame_format import FRAME, read_table
+from ckpttool.audit.frame_format import FRAME, read_frame_table
 from ckpttool.audit.frame_reader import FrameReader
 from ckpttool.audit.frame_walk import FrameResult, walk_file
 from ckpttool.audit.frame_writer import FrameWriter, Member, SplitPoint
@@ -267,7 +267,7 @@ def test_a_real_file_is_read_and_walked(packed: tuple[bytes, dict[str, str]], tm
     (tmp_path / NAME).write_bytes(packed[0])
     item = {c.offset: c.item for c in cuts}
     with Source(tmp_path) as source:
-        table = read_table(source, NAME)
+        table = read_frame_table(source, NAME)
         assert table.logical_size == len(data)
         starts = {s: item.get(s, 2) for s in table.starts}
         out = bytearray(len(data))
@@ -287,7 +287,7 @@ def test_the_smallest_files(data: bytes) -> None:
     )
     assert whole(file) == data
     assert sums == ({"all": hashlib.sha256(data).hexdigest(), "none": hashlib.sha256().hexdigest()} if data else {})
-    table = read_table(Memory(file), NAME)
+    table = read_frame_table(Memory(file), NAME)
     assert table.logical_size == len(data) == len(table.starts)
 
 
@@ -534,7 +534,7 @@ def plain(data: bytes) -> int:
 
 def size(data: bytes, item: int) -> int:
     file, _ = pack(data, [SplitPoint(0, item, True)])
-    return sum(read_table(Memory(file), NAME).sizes)
+    return sum(read_frame_table(Memory(file), NAME).sizes)
 
 
 @pytest.mark.parametrize("item", [1, 4])
@@ -583,7 +583,7 @@ def opened(seed: int) -> tuple[bytes, Memory, Any, Callable[[int], int]]:
     def item_at(start: int) -> int:
         return [c.item for c in cuts if c.offset <= start][-1]
 
-    return data, source, read_table(source, NAME), item_at
+    return data, source, read_frame_table(source, NAME), item_at
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -607,7 +607,7 @@ def test_any_range_comes_out_as_it_was_before_the_planes(seed: int, small: None)
 def test_a_frame_is_unfolded_once_while_it_is_kept_whoever_asks(item: int, small: None) -> None:
     data = random.Random(6).randbytes(4096 * 12 - 100)
     source = Memory(pack(data, [SplitPoint(0, item, True)])[0])
-    table = read_table(source, NAME)
+    table = read_frame_table(source, NAME)
     reader = FrameReader(source, NAME, table, lambda start: item, kept=12)
     source.reads.clear()
 
@@ -680,7 +680,7 @@ def tiny() -> tuple[bytes, list[FrameResult]]:
 def only_ckpttool_errors(data: bytes) -> Any:
     """Open and read; the table, or None where it was refused."""
     try:
-        table = read_table(Memory(data), NAME)
+        table = read_frame_table(Memory(data), NAME)
         assert table.logical_size <= len(table.starts) * FRAME
         reader = FrameReader(Memory(data), NAME, table, lambda start: 4)
         for start, length in zip(table.starts, table.lengths, strict=True):
@@ -738,7 +738,7 @@ def test_cut_off_anywhere_it_is_found(tiny: tuple[bytes, list[FrameResult]]) -> 
         assert faults(rows), n
         assert [r for r in rows if r.fault is None] == [r for r in sound if r.offset + r.size <= n], n
         with pytest.raises((NotRecognised, Corrupt)):
-            read_table(Memory(file[:n]), NAME)
+            read_frame_table(Memory(file[:n]), NAME)
 
 
 def test_bytes_that_do_not_belong_are_found_wherever_they_are(tiny: tuple[bytes, list[FrameResult]]) -> None:
@@ -849,7 +849,7 @@ def test_a_frame_that_no_writer_of_ours_makes_is_a_fault(what: str, frame: bytes
     found = faults(rows)
     assert len(found) == 1 and (found[0].offset, found[0].size) == (len(sides[0][0]), len(frame))
     assert only_ckpttool_errors(data) is not None
-    reader = FrameReader(Memory(data), NAME, read_table(Memory(data), NAME), lambda start: 1)
+    reader = FrameReader(Memory(data), NAME, read_frame_table(Memory(data), NAME), lambda start: 1)
     with pytest.raises(Corrupt, match="decompress to 35"):
         reader.read_into(35, memoryview(bytearray(1)))
     assert time.monotonic() - begin < 2
@@ -870,7 +870,7 @@ def test_tables_that_ask_for_too_much_are_refused_before_anything_is_read_of_the
     ):
         source = Memory(data)
         with pytest.raises(kind, match=text):
-            read_table(source, NAME)
+            read_frame_table(source, NAME)
         assert sum(n for _, n in source.reads) <= 100
         assert faults(rows_of(data))
     more = [
@@ -882,7 +882,7 @@ def test_tables_that_ask_for_too_much_are_refused_before_anything_is_read_of_the
     ]
     for frames, kind, text in more:
         with pytest.raises(kind, match=text):
-            read_table(Memory(file_of(frames)), NAME)
+            read_frame_table(Memory(file_of(frames)), NAME)
         assert faults(rows_of(file_of(frames)))
 
 
@@ -895,7 +895,7 @@ def test_seekable_files_of_others_are_not_taken_for_ours() -> None:
     other = good + crc.replace(b"CKPTCRC1", b"ELSECRC1") + seek
     for data in (theirs, without, other, good, b"", b"x" * 16, b"x" * 17):
         with pytest.raises(NotRecognised):
-            read_table(Memory(data), NAME)
+            read_frame_table(Memory(data), NAME)
         assert faults(rows_of(data))
 
 
@@ -913,7 +913,7 @@ def test_tables_that_contradict_the_file_are_corrupt() -> None:
         (pair + crc + b"\x5d" + seek[1:], "does not begin"),
     ):
         with pytest.raises(Corrupt, match=text):
-            read_table(Memory(data), NAME)
+            read_frame_table(Memory(data), NAME)
         assert faults(rows_of(data))
     wrong = pair + one + tables(frames[:1])[1][:20] + seek[20:]  # a CRC table of fewer frames than the seek table has
     assert only_ckpttool_errors(wrong) is None and faults(rows_of(wrong))

@@ -120,13 +120,13 @@ def test_times_that_go_back_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
         {"line": 4, "time": "2025-11-22T12:00:00Z", "before": "2026-11-22T13:00:00Z", "seconds": 365 * 86400 + 3600}
     ]
     entries = ledger.read_entries(str(tmp_path))
-    assert ledger.clock_warning(entries[:2]) is not None and ledger.clock_warning(entries) is None
-    assert ledger.clock_warning([]) is None
+    assert ledger.describe_clock_error(entries[:2]) is not None and ledger.describe_clock_error(entries) is None
+    assert ledger.describe_clock_error([]) is None
     Clock.at = datetime(2026, 11, 22, 11, 50, 0, tzinfo=UTC)
-    assert ledger.clock_warning(entries[:2]) is None  # five minutes before a line of 11:55
+    assert ledger.describe_clock_error(entries[:2]) is None  # five minutes before a line of 11:55
     Clock.at -= timedelta(seconds=1)
     assert "11:49:59Z, and the last line of the ledger was written at 2026-11-22T11:55:00Z" in str(
-        ledger.clock_warning(entries[:2])
+        ledger.describe_clock_error(entries[:2])
     )
 
 
@@ -209,7 +209,7 @@ def test_every_single_bit(tmp_path: Path) -> None:
     text = whole()
     for at in range(len(text)):
         with pytest.raises(Corrupt):
-            ledger._check_chain(text[:at] + bytes([text[at] ^ (1 << at % 8)]) + text[at + 1 :], "x")
+            ledger._parse_chain(text[:at] + bytes([text[at] ^ (1 << at % 8)]) + text[at + 1 :], "x")
 
 
 @given(st.data())
@@ -267,8 +267,8 @@ def test_lines_forged_with_a_hash_of_their_own(tmp_path: Path, field: str) -> No
             "event type": {"event": 1},
         }  # fmt: skip
         row |= changes[field]
-        row["hash"] = ledger._entry_hash(row)
-        edited(tmp_path, b"".join(ledger._canonical_json(r) + b"\n" for r in rows))
+        row["hash"] = ledger._hash_entry(row)
+        edited(tmp_path, b"".join(ledger._encode_canonical_json(r) + b"\n" for r in rows))
         if k == 4 and field in ("time", "event", "archive", "by", "bytes", "why", "new field"):
             assert (
                 ledger.verify_chain(str(tmp_path))["entries"] == 5

@@ -156,7 +156,7 @@ def peer_verdict(folder: Path, keys: Keys, mode: str) -> bool:
 
 def signed(keys: Keys, mode: str, files: dict[str, bytes] = FILES) -> bytes:
     more: dict[str, Any] = {} if mode == "key" else {"certificate": keys.leaf, "chain": [keys.middle]}
-    return signing.sign(listed(files), "a.tar.zst", key=keys.key, **more)
+    return signing.sign_files(listed(files), "a.tar.zst", key=keys.key, **more)
 
 
 def trusted(keys: Keys, mode: str) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def test_our_bundle_is_good_to_model_signing_over_the_unpacked_folder(keys: Keys
     shutil.copy(folder / "model.sig", aside)
     how = ["--public_key", keys.public] if mode == "key" else ["--certificate_chain", keys.root]
     assert peer("verify", mode, folder, "--signature", aside, *how).returncode == 0
-    signing.verify(bundle, listed(FILES), **trusted(keys, mode))
+    signing.verify_signature(bundle, listed(FILES), **trusted(keys, mode))
 
 
 @pytest.mark.parametrize("mode", ["key", "certificate"])
@@ -185,7 +185,7 @@ def test_the_bundle_of_model_signing_is_good_to_us(keys: Keys, tmp_path: Path, m
     made = peer("sign", mode, folder, "--signature", folder / "model.sig", *how)
     assert made.returncode == 0, made.stderr
     bundle = (folder / "model.sig").read_bytes()
-    assert signing.verify(bundle, listed(FILES), **trusted(keys, mode)) == signing.describe_signer(bundle)
+    assert signing.verify_signature(bundle, listed(FILES), **trusted(keys, mode)) == signing.describe_signer(bundle)
     assert json.loads(bundle)["mediaType"] == json.loads(signed(keys, mode))["mediaType"]
 
 
@@ -202,20 +202,20 @@ def test_altered_files_are_refused_by_both(keys: Keys, tmp_path: Path, mode: str
     bundle = signed(keys, mode)
     culprit = "evil.bin" if fault == "not signed" else "values.json"
     with pytest.raises(Differs, match=rf"the signature is good, but .* \({fault}: {culprit}\)"):
-        signing.verify(bundle, listed(ALTERED[fault]), **trusted(keys, mode))
+        signing.verify_signature(bundle, listed(ALTERED[fault]), **trusted(keys, mode))
     assert not peer_verdict(unpacked(tmp_path, {**ALTERED[fault], "model.sig": bundle}), keys, mode)
 
 
 def test_another_key_is_refused_by_both(keys: Keys, tmp_path: Path) -> None:
-    bundle = signing.sign(listed(FILES), "x", key=keys.other)
+    bundle = signing.sign_files(listed(FILES), "x", key=keys.other)
     with pytest.raises(Differs, match="made with a different key"):
-        signing.verify(bundle, listed(FILES), public_key=keys.public)
+        signing.verify_signature(bundle, listed(FILES), public_key=keys.public)
     assert not peer_verdict(unpacked(tmp_path, {**FILES, "model.sig": bundle}), keys, "key")
     # a forger says it was the right key
     forged = json.loads(bundle)
     forged["verificationMaterial"]["publicKey"]["hint"] = hashlib.sha256(Path(keys.public).read_bytes()).hexdigest()
     with pytest.raises(Differs, match="the signature is invalid: it does not match the signed content"):
-        signing.verify(json.dumps(forged).encode(), listed(FILES), public_key=keys.public)
+        signing.verify_signature(json.dumps(forged).encode(), listed(FILES), public_key=keys.public)
 
 
 def test_a_certificate_below_another_root_is_refused_by_both(keys: Keys, tmp_path: Path) -> None:
@@ -226,35 +226,37 @@ def test_a_certificate_below_another_root_is_refused_by_both(keys: Keys, tmp_pat
         (keys.stranger, "unable to get local issuer certificate"),
     ):
         with pytest.raises(Differs, match=f"the signature is invalid: {reason}"):
-            signing.verify(bundle, listed(FILES), certificates=[root])
+            signing.verify_signature(bundle, listed(FILES), certificates=[root])
         found = peer("verify", "certificate", folder, "--signature", folder / "model.sig", "--certificate_chain", root)
         assert found.returncode == 1
     both = tmp_path / "roots.pem"
     both.write_bytes(Path(keys.stranger).read_bytes() + Path(keys.root).read_bytes())
-    signing.verify(bundle, listed(FILES), certificates=[str(both)])
+    signing.verify_signature(bundle, listed(FILES), certificates=[str(both)])
     # without what stands between, the root says nothing
-    alone = signing.sign(listed(FILES), "x", key=keys.key, certificate=keys.leaf)
+    alone = signing.sign_files(listed(FILES), "x", key=keys.key, certificate=keys.leaf)
     with pytest.raises(Differs, match="unable to get local issuer certificate"):
-        signing.verify(alone, listed(FILES), certificates=[keys.root])
-    signing.verify(alone, listed(FILES), certificates=[keys.root, keys.middle])
+        signing.verify_signature(alone, listed(FILES), certificates=[keys.root])
+    signing.verify_signature(alone, listed(FILES), certificates=[keys.root, keys.middle])
 
 
 def test_what_a_certificate_may_be_used_for(keys: Keys) -> None:
     more = {"by": keys.middle_key, "start": keys.start, "days": 40}
     code = keys.certificate("code", name("Code"), keys.leaf_key, keys.middle_name, usage=False, **more)
-    bundle = signing.sign(listed(FILES), "x", key=keys.key, certificate=code, chain=[keys.middle])
-    signing.verify(bundle, listed(FILES), certificates=[keys.root])
+    bundle = signing.sign_files(listed(FILES), "x", key=keys.key, certificate=code, chain=[keys.middle])
+    signing.verify_signature(bundle, listed(FILES), certificates=[keys.root])
     ca = keys.certificate("ca", name("No signer"), keys.leaf_key, keys.middle_name, ca=True, **more)
-    bundle = signing.sign(listed(FILES), "x", key=keys.key, certificate=ca, chain=[keys.middle])
+    bundle = signing.sign_files(listed(FILES), "x", key=keys.key, certificate=ca, chain=[keys.middle])
     with pytest.raises(Differs, match="cannot be used for signing"):
-        signing.verify(bundle, listed(FILES), certificates=[keys.root])
+        signing.verify_signature(bundle, listed(FILES), certificates=[keys.root])
 
 
 def test_who_signed(keys: Keys) -> None:
     hint = subprocess.run(["sha256sum", keys.public], capture_output=True, text=True, check=True).stdout.split()[0]
-    assert signing.verify(signed(keys, "key"), listed(FILES), **trusted(keys, "key")) == f"EC key SHA256:{hint}"
+    assert (
+        signing.verify_signature(signed(keys, "key"), listed(FILES), **trusted(keys, "key")) == f"EC key SHA256:{hint}"
+    )
     leaf = x509.load_pem_x509_certificate(Path(keys.leaf).read_bytes())
-    assert signing.verify(signed(keys, "certificate"), listed(FILES), **trusted(keys, "certificate")) == (
+    assert signing.verify_signature(signed(keys, "certificate"), listed(FILES), **trusted(keys, "certificate")) == (
         "certificate O=Pr\u00fcfer,CN=Signer, by O=Pr\u00fcfer,CN=Middle, valid 2020-01-01 to 2020-01-31, "
         f"SHA256:{leaf.fingerprint(hashes.SHA256()).hex()}"
     )
@@ -264,7 +266,7 @@ def test_a_name_cannot_write_on_the_terminal(keys: Keys) -> None:
     bad = keys.certificate(
         "bad", name("A\n\x1b[2Kgood"), keys.leaf_key, keys.middle_name, keys.middle_key, keys.start, 50
     )
-    said = signing.describe_signer(signing.sign(listed(FILES), "x", key=keys.key, certificate=bad))
+    said = signing.describe_signer(signing.sign_files(listed(FILES), "x", key=keys.key, certificate=bad))
     assert said.isprintable() and "\\x1b[2Kgood" in said
 
 
@@ -286,9 +288,9 @@ def test_describe_needs_no_library(keys: Keys, monkeypatch: pytest.MonkeyPatch) 
     )
     assert signing.describe_signer(by_certificate) == f"certificate SHA256:{hashlib.sha256(der).hexdigest()}"
     with pytest.raises(UsageError, match=r"pip install 'ckpttool\[audit\]'"):
-        signing.sign(listed(FILES), "x", key=keys.key)
+        signing.sign_files(listed(FILES), "x", key=keys.key)
     with pytest.raises(UsageError, match=r"pip install 'ckpttool\[audit\]'"):
-        signing.verify(by_key, listed(FILES), public_key=keys.public)
+        signing.verify_signature(by_key, listed(FILES), public_key=keys.public)
 
 
 @pytest.mark.parametrize("mode", ["key", "certificate"])
@@ -296,21 +298,21 @@ def test_a_key_with_a_password(keys: Keys, tmp_path: Path, mode: str) -> None:
     private = serialization.load_pem_private_key(Path(keys.key).read_bytes(), None)
     locked = Keys.pair(keys, "locked", private, b"Pa\xc3\x9fword")[0]
     more: dict[str, Any] = {} if mode == "key" else {"certificate": keys.leaf, "chain": [keys.middle]}
-    bundle = signing.sign(listed(FILES), "x", key=locked, password="Pa\u00dfword", **more)
-    signing.verify(bundle, listed(FILES), **trusted(keys, mode))
+    bundle = signing.sign_files(listed(FILES), "x", key=locked, password="Pa\u00dfword", **more)
+    signing.verify_signature(bundle, listed(FILES), **trusted(keys, mode))
     with pytest.raises(UsageError, match=r"locked\.pem is encrypted; give its password"):
-        signing.sign(listed(FILES), "x", key=locked, **more)
+        signing.sign_files(listed(FILES), "x", key=locked, **more)
     with pytest.raises(UsageError, match="or the password is another"):
-        signing.sign(listed(FILES), "x", key=locked, password="no", **more)
+        signing.sign_files(listed(FILES), "x", key=locked, password="no", **more)
     with pytest.raises(UsageError, match=r"signer\.pem has no password"):
-        signing.sign(listed(FILES), "x", key=keys.key, password="no", **more)
+        signing.sign_files(listed(FILES), "x", key=keys.key, password="no", **more)
 
 
 @pytest.mark.parametrize("curve", [ec.SECP384R1(), ec.SECP521R1()])
 def test_other_curves(keys: Keys, tmp_path: Path, curve: ec.EllipticCurve) -> None:
     key, public = keys.pair(curve.name, ec.generate_private_key(curve))
-    bundle = signing.sign(listed(FILES), "x", key=key)
-    signing.verify(bundle, listed(FILES), public_key=public)
+    bundle = signing.sign_files(listed(FILES), "x", key=key)
+    signing.verify_signature(bundle, listed(FILES), public_key=public)
     folder = unpacked(tmp_path, {**FILES, "model.sig": bundle})
     assert peer("verify", "key", folder, "--signature", folder / "model.sig", "--public_key", public).returncode == 0
 
@@ -322,35 +324,35 @@ def test_keys_that_cannot_be_used(keys: Keys, tmp_path: Path) -> None:
     ):  # fmt: skip
         key, public = keys.pair("unfit", private)
         with pytest.raises(UsageError, match=r"unfit\.pem is not an elliptic-curve key on P-256, P-384 or P-521"):
-            signing.sign(listed(FILES), "x", key=key)
+            signing.sign_files(listed(FILES), "x", key=key)
         with pytest.raises(UsageError, match=r"unfit\.pub\.pem is not an elliptic-curve key"):
-            signing.verify(bundle, listed(FILES), public_key=public)
+            signing.verify_signature(bundle, listed(FILES), public_key=public)
     with pytest.raises(UsageError, match=r"signer\.pub\.pem is not a private key in PEM form"):
-        signing.sign(listed(FILES), "x", key=keys.public)
+        signing.sign_files(listed(FILES), "x", key=keys.public)
     with pytest.raises(UsageError, match=r"signer\.pem is not a public key in PEM form"):
-        signing.verify(bundle, listed(FILES), public_key=keys.key)
+        signing.verify_signature(bundle, listed(FILES), public_key=keys.key)
     with pytest.raises(UsageError, match=r"nowhere cannot be read: No such file"):
-        signing.sign(listed(FILES), "x", key=str(tmp_path / "nowhere"))
+        signing.sign_files(listed(FILES), "x", key=str(tmp_path / "nowhere"))
     with pytest.raises(UsageError, match="cannot be read: Is a directory"):
-        signing.verify(bundle, listed(FILES), public_key=str(tmp_path))
+        signing.verify_signature(bundle, listed(FILES), public_key=str(tmp_path))
     with pytest.raises(UsageError, match="is not the certificate of"):
-        signing.sign(listed(FILES), "x", key=keys.other, certificate=keys.leaf)
+        signing.sign_files(listed(FILES), "x", key=keys.other, certificate=keys.leaf)
     with pytest.raises(UsageError, match=r"signer\.pub\.pem holds no certificates"):
-        signing.sign(listed(FILES), "x", key=keys.key, certificate=keys.public)
+        signing.sign_files(listed(FILES), "x", key=keys.key, certificate=keys.public)
     with pytest.raises(UsageError, match=r"signer\.pub\.pem holds no certificates"):
-        signing.sign(listed(FILES), "x", key=keys.key, certificate=keys.leaf, chain=[keys.public])
+        signing.sign_files(listed(FILES), "x", key=keys.key, certificate=keys.leaf, chain=[keys.public])
     with pytest.raises(UsageError, match=r"signer\.pub\.pem holds no certificates"):
-        signing.verify(signed(keys, "certificate"), listed(FILES), certificates=[keys.public])
+        signing.verify_signature(signed(keys, "certificate"), listed(FILES), certificates=[keys.public])
 
 
 def test_what_proves_a_signature_must_be_given(keys: Keys) -> None:
     with pytest.raises(UsageError, match=r"was signed with a key .*give public_key"):
-        signing.verify(signed(keys, "key"), listed(FILES))
+        signing.verify_signature(signed(keys, "key"), listed(FILES))
     with pytest.raises(UsageError, match="with a key, not with a certificate"):
-        signing.verify(signed(keys, "key"), listed(FILES), certificates=[keys.root])
+        signing.verify_signature(signed(keys, "key"), listed(FILES), certificates=[keys.root])
     # the library would take the roots of the web, below which everybody has a certificate
     with pytest.raises(UsageError, match="give certificates, the root that you trust"):
-        signing.verify(signed(keys, "certificate"), listed(FILES), public_key=keys.public)
+        signing.verify_signature(signed(keys, "certificate"), listed(FILES), public_key=keys.public)
 
 
 def test_a_key_is_never_on_a_disk_or_in_the_bundle(keys: Keys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -373,7 +375,7 @@ def test_a_key_is_never_on_a_disk_or_in_the_bundle(keys: Keys, monkeypatch: pyte
     ],
 )  # fmt: skip
 def test_no_bundle(keys: Keys, bundle: bytes) -> None:
-    for f in (signing.describe_signer, lambda b: signing.verify(b, listed(FILES), public_key=keys.public)):
+    for f in (signing.describe_signer, lambda b: signing.verify_signature(b, listed(FILES), public_key=keys.public)):
         with pytest.raises(Corrupt, match=r"model\.sig"):
             f(bundle)
 
@@ -398,24 +400,24 @@ def test_damaged_bundles(keys: Keys) -> None:
         edited("verificationMaterial", to={"x509CertificateChain": {"certificates": [{"rawBytes": "?"}]}}),
     ):  # fmt: skip
         with pytest.raises(Corrupt, match=r"model\.sig is not a signature bundle, or damaged"):
-            signing.verify(bundle, listed(FILES), public_key=keys.public)
+            signing.verify_signature(bundle, listed(FILES), public_key=keys.public)
     nonsense = edited("verificationMaterial", to={"x509CertificateChain": {"certificates": [{"rawBytes": "AAAA"}]}})
     with pytest.raises(Corrupt, match="a certificate that cannot be read"):
         signing.describe_signer(nonsense)
     with pytest.raises((Corrupt, Differs), match=r"model\.sig"):
-        signing.verify(nonsense, listed(FILES), certificates=[keys.root])
+        signing.verify_signature(nonsense, listed(FILES), certificates=[keys.root])
     old = edited("verificationMaterial", "publicKey", to={"rawBytes": "AAAA"})
-    for f in (signing.describe_signer, lambda b: signing.verify(b, listed(FILES), public_key=keys.public)):
+    for f in (signing.describe_signer, lambda b: signing.verify_signature(b, listed(FILES), public_key=keys.public)):
         with pytest.raises(Unsupported, match=r"model-signing before 1\.0"):
             f(old)
     twice = json.dumps(good)[:-1] + ', "mediaType": "x"}'
     with pytest.raises(Unsafe, match="is there twice"):
-        signing.verify(twice.encode(), listed(FILES), public_key=keys.public)
+        signing.verify_signature(twice.encode(), listed(FILES), public_key=keys.public)
     payload = json.loads(base64.b64decode(good["dsseEnvelope"]["payload"]))
     payload["predicate"]["resources"][0]["digest"] = "0" * 64
     changed = base64.b64encode(json.dumps(payload).encode()).decode()
     with pytest.raises(Differs, match="the signature is invalid"):
-        signing.verify(edited("dsseEnvelope", "payload", to=changed), listed(FILES), public_key=keys.public)
+        signing.verify_signature(edited("dsseEnvelope", "payload", to=changed), listed(FILES), public_key=keys.public)
 
 
 @pytest.mark.parametrize("mode", ["key", "certificate"])
@@ -430,7 +432,7 @@ def test_flipped_bits_prove_nothing_else(keys: Keys, mode: str) -> None:
         damaged = bytearray(bundle)
         damaged[dice.randrange(len(damaged))] ^= 1 << dice.randrange(8)
         try:
-            who = signing.verify(bytes(damaged), listed(FILES), **trusted(keys, mode))
+            who = signing.verify_signature(bytes(damaged), listed(FILES), **trusted(keys, mode))
         except (Corrupt, Differs, Unsafe):
             refused += 1
         else:
@@ -449,12 +451,12 @@ def test_sharded_bundles_are_for_their_own_tool(keys: Keys, tmp_path: Path) -> N
     config = model_signing.signing.Config().use_elliptic_key_signer(private_key=keys.key).set_hashing_config(how)
     config.sign(folder, tmp_path / "s.sig")
     with pytest.raises(Unsupported, match=r"signs the 'sha256[^']*' of 'shards'"):
-        signing.verify((tmp_path / "s.sig").read_bytes(), listed(FILES), public_key=keys.public)
+        signing.verify_signature((tmp_path / "s.sig").read_bytes(), listed(FILES), public_key=keys.public)
 
 
 def test_the_order_of_the_files_plays_no_part(keys: Keys) -> None:
-    bundle = signing.sign(listed(FILES)[::-1], "x", key=keys.key)
-    signing.verify(bundle, listed(FILES), public_key=keys.public)
+    bundle = signing.sign_files(listed(FILES)[::-1], "x", key=keys.key)
+    signing.verify_signature(bundle, listed(FILES), public_key=keys.public)
     statement = json.loads(base64.b64decode(json.loads(bundle)["dsseEnvelope"]["payload"]))
     assert statement["predicate"]["serialization"] == {
         "method": "files", "hash_type": "sha256", "allow_symlinks": False, "ignore_paths": ["model.sig"],

@@ -164,17 +164,19 @@ def test_record() -> None:
         "legal_hold": {"reason": "case 4711", "since": "2024-02-29T10:20:30Z"},
     }
     said = retention.decode_retention(data, "x")
-    assert retention.object_lock_arguments(said) == {
+    assert retention.make_object_lock_arguments(said) == {
         "ObjectLockMode": "GOVERNANCE",
         "ObjectLockRetainUntilDate": datetime(2031, 2, 28, 10, 20, 30, tzinfo=UTC),
         "ObjectLockLegalHoldStatus": "ON",
     }
-    assert retention.object_lock_arguments(said, "COMPLIANCE")["ObjectLockMode"] == "COMPLIANCE"
+    assert retention.make_object_lock_arguments(said, "COMPLIANCE")["ObjectLockMode"] == "COMPLIANCE"
     only = retention.decode_retention(retention.encode_retention(None, "why", START) or b"", "x")
-    assert only["retain_until"] is None and retention.object_lock_arguments(only) == {"ObjectLockLegalHoldStatus": "ON"}
-    assert retention.object_lock_arguments(None) == {}
+    assert only["retain_until"] is None and retention.make_object_lock_arguments(only) == {
+        "ObjectLockLegalHoldStatus": "ON"
+    }
+    assert retention.make_object_lock_arguments(None) == {}
     only = retention.decode_retention(retention.encode_retention("1d", None, START) or b"", "x")
-    assert only["legal_hold"] is None and set(retention.object_lock_arguments(only)) == {
+    assert only["legal_hold"] is None and set(retention.make_object_lock_arguments(only)) == {
         "ObjectLockMode",
         "ObjectLockRetainUntilDate",
     }
@@ -321,13 +323,13 @@ def test_what_is_missing(store: Shelf, capsys: pytest.CaptureFixture[str]) -> No
     store.add("e.tar.zst", logged=True, created="2031-02-28T00:00:00Z")
     store.add("f.tar.zst")
     ledger.append_entry(store.path, "verify", "f.tar.zst", sound=True)  # is no promise
-    assert archive_store.list_missing(store.path) == []
+    assert archive_store.list_missing_archives(store.path) == []
     assert store.prune(keep_last=1).deleted == ("f.tar.zst", "d.tar.zst", "b.tar.zst")
     store.add("b.tar.zst", logged=True)
     for name in "abce":
         os.unlink(os.path.join(store.path, f"{name}.tar.zst"))
     store.add("z.tar.zst", manifest_sha256="sha of e.tar.zst", created="2031-02-28T00:00:00Z")  # e, renamed
-    gone = archive_store.list_missing(store.path)
+    gone = archive_store.list_missing_archives(store.path)
     assert [(r.name[0], r.retain_until, r.held) for r in gone] == [
         ("a", late, ()),
         ("b", None, ()),
@@ -349,12 +351,12 @@ def test_what_is_missing(store: Shelf, capsys: pytest.CaptureFixture[str]) -> No
                 rows = said if words == ["list"] else said["missing"]
                 assert [r["name"][0] for r in rows if r.get("missing", True)] in (["a", "b", "c"], ["c", "b", "a"])
     os.unlink(os.path.join(store.path, "ledger.jsonl"))
-    assert [r.name[0] for r in archive_store.list_missing(store.path)] == ["c"]  # by its hold file
+    assert [r.name[0] for r in archive_store.list_missing_archives(store.path)] == ["c"]  # by its hold file
 
 
 def test_what_is_deleted_or_exported_meanwhile_is_not_missing(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     store.add("a.tar.zst", logged=True)
-    look = archive_store.archive_names
+    look = archive_store.list_archive_names
 
     def late(where: str) -> list[str]:
         store.prune(keep_every=1)
@@ -362,7 +364,7 @@ def test_what_is_deleted_or_exported_meanwhile_is_not_missing(store: Shelf, monk
         store.add("b.tar.zst", logged=True)
         return there
 
-    monkeypatch.setattr(archive_store, "archive_names", late)
+    monkeypatch.setattr(archive_store, "list_archive_names", late)
     assert archive_store.list_archives(store.path) == []
 
 
@@ -699,7 +701,7 @@ def test_the_ledger_is_first(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> N
     assert (end["event"], end["begun"]) == ("deleted", entry["seq"])
     assert {
         k: entry[k] for k in ("merkle_root", "manifest_sha256", "bytes", "created")
-    } == archive_store.identifying_fields(known)
+    } == archive_store.get_identifying_fields(known)
     assert store.here() == []
 
 
@@ -909,7 +911,9 @@ def test_prune_never_deletes_what_is_protected(
                     holds.release(os.path.join(folder, name), "closed")
                     reasons.clear()
                 elif e == "verify":
-                    ledger.append_entry(folder, "verify", name, sound=True, **archive_store.identifying_fields(known))
+                    ledger.append_entry(
+                        folder, "verify", name, sound=True, **archive_store.get_identifying_fields(known)
+                    )
                 elif e == "swap" and not swapped and "export" in w["events"][: w["events"].index("swap")]:
                     # another archive of that name, with nothing promised, put there by hand
                     swapped = True
@@ -1112,7 +1116,7 @@ def test_a_hold_while_another_is_released_in_a_bucket(store: Shelf, monkeypatch:
 
     monkeypatch.setattr(holds, "remove_file", late)
     assert holds.release(archive, "closed")["released"] == ["case 1"]
-    assert [h["reason"] for h in archive_store.holds_in_file(remote.RemoteSource(place), "a.tar.zst")] == ["case 2"]
+    assert [h["reason"] for h in archive_store.read_hold_events(remote.RemoteSource(place), "a.tar.zst")] == ["case 2"]
     status = moto.client().get_object_legal_hold(Bucket=bucket[5:], Key="audit/a.tar.zst")["LegalHold"]["Status"]
     assert archive_store.list_archives(place)[0].held == ("case 2",) and status == "ON"
 
@@ -1129,10 +1133,10 @@ def test_a_release_that_the_store_did_not_hear(store: Shelf, monkeypatch: pytest
             holds.release(archive, "closed")
     moto.environment(monkeypatch)
     with pytest.raises(RemoteError, match="AccessDenied"):
-        objects.remove_object(archive)
+        objects.delete_object_versions(archive)
     assert holds.release(archive, "closed")["event"] == "release"  # again, and no second entry
     assert [e["event"] for e in ledger.read_entries(f"{bucket}/audit")] == ["hold", "release"]
-    objects.remove_object(archive)
+    objects.delete_object_versions(archive)
 
 
 def test_a_bucket_that_fails_is_no_damage(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:

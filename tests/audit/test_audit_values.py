@@ -233,14 +233,14 @@ def test_depth_is_bounded_where_pickles_is() -> None:
     deep: Any = complex(1, math.inf)
     for _ in range(pickles.MAX_DEPTH + 1):
         deep = [deep]
-    pickles.refuse_deep(deep, "x", 1000)
+    pickles.refuse_deep_object(deep, "x", 1000)
     assert through(deep) == deep
     inner: Any = ()
     while True:
         outer = Opaque(Global("a", "B"), (), True)
         outer.dict_items.append(({"k": inner}, [inner]))
         try:
-            pickles.refuse_deep(outer, "x", 1 << 62)
+            pickles.refuse_deep_object(outer, "x", 1 << 62)
         except Unsafe:
             break
         inner = outer

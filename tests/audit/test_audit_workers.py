@@ -24,7 +24,7 @@ from ckpttool.audit.archive import Archive
 from ckpttool.audit.archive_options import ArchiveOptions
 from ckpttool.audit.archive_verification import ArchiveVerdict
 from ckpttool.audit.export import export
-from ckpttool.audit.parallel_reading import cut_members
+from ckpttool.audit.parallel_reading import split_archive_into_parts
 from ckpttool.audit.verify_in_store import verify
 from ckpttool.engine.workers import parts
 from ckpttool.engine.workers.local_processes import LocalProcesses
@@ -106,7 +106,7 @@ class Here(Executor):
 def test_parts_are_members_and_cover_every_frame(made: Path) -> None:
     with Source(made.parent) as source:
         archive = Archive(source, made.name)
-        cut = cut_members(archive)
+        cut = split_archive_into_parts(archive)
         ends = {m.end for m in archive.plan.members}
         assert len(cut) > 5 and cut[0].first == 0 and cut[-1].stop == len(archive.table.starts)
         assert all(a.stop == b.first and archive.table.starts[b.first] in ends for a, b in pairwise(cut))

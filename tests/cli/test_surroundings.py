@@ -416,7 +416,7 @@ def test_a_folder_whose_other_files_could_not_be_listed_is_a_note(small: Path, m
     def denied(*args: Any) -> Any:
         raise PermissionError(13, "Permission denied", str(small))
 
-    monkeypatch.setattr(unread_files, "_beside_file", denied)
+    monkeypatch.setattr(unread_files, "_list_state_beside_file", denied)
     with ckpttool.open(small / "in.pt") as opened:
         assert any("could not be listed" in n and "Permission denied" in n for n in opened.checkpoint.notes)
 

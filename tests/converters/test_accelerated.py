@@ -71,7 +71,7 @@ def test_a_folder_of_diffusers_is_one_state_with_the_average_beside_it(tmp_path:
     diffusers(source)
     model, optimizer, _ = job()
     average = {n: t + 1 for n, t in model.state_dict().items()}
-    (row,) = detection.below(Source(tmp_path)).checkpoints
+    (row,) = detection.find_checkpoints(Source(tmp_path)).checkpoints
     assert (row.layout, row.complete, row.step) == ("diffusers", True, 500)
     done = ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=1)
     assert not done.dropped
@@ -90,7 +90,7 @@ def test_a_step_of_lerobot_is_one_state_and_says_what_was_not_read(sharded: bool
     lerobot(source, sharded)
     weights, moments = get_state_dict(*job()[:2])
     state = source / "training_state"
-    (row,) = detection.below(Source(tmp_path)).checkpoints
+    (row,) = detection.find_checkpoints(Source(tmp_path)).checkpoints
     assert (row.layout, row.complete, row.step) == ("lerobot", True, 5000)
     lost = {"training_state/rng_state.safetensors"} | (
         set() if sharded else {"training_state/optimizer_state.safetensors"}
@@ -111,7 +111,7 @@ def test_a_step_of_fairseq2_is_one_state_and_shards_are_refused(tmp_path: Path) 
     source = tmp_path / "step_3"
     fairseq2(source)
     model, optimizer, _ = job()
-    (row,) = detection.below(Source(tmp_path)).checkpoints
+    (row,) = detection.find_checkpoints(Source(tmp_path)).checkpoints
     assert (row.layout, row.complete, row.step) == ("fairseq2", True, 3)
     assert not ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=1).dropped
     tree = load_dcp(tmp_path / "out")
@@ -128,7 +128,7 @@ def test_the_data_source_of_slime_is_listed_beside_the_step(tmp_path: Path) -> N
     shutil.copytree(FIXTURES / "megatron" / "tp2_pp2" / "ckpt", tmp_path / "run")
     (tmp_path / "run" / "rollout").mkdir()
     torch.save({"epoch_id": 0}, tmp_path / "run" / "rollout" / "global_dataset_state_dict_3.pt")
-    (row,) = detection.below(Source(tmp_path / "run")).checkpoints
+    (row,) = detection.find_checkpoints(Source(tmp_path / "run")).checkpoints
     assert (row.name, row.layout) == ("iter_0000003", "megatron")
     with ckpttool.open(tmp_path / "run" / "iter_0000003") as opened:
         assert [(u.name, u.component) for u in opened.checkpoint.unread] == [("../rollout/", "dataloader")]

@@ -19,7 +19,7 @@ from ranks import torchrun
 from safetensors.torch import load_file
 
 import ckpttool
-from ckpttool.converters.deepspeed.tensor_cuts import ParameterCut, cut_for_ranks, parse_map
+from ckpttool.converters.deepspeed.tensor_cuts import ParameterCut, cut_for_ranks, parse_parameter_map
 from ckpttool.errors import CkpttoolError, Corrupt, Unsupported, UsageError
 
 ARCHIVES = peers.FIXTURES / "autotp"
@@ -389,7 +389,7 @@ def test_cuts_for_other_ranks_are_those_of_deepspeed(axis: int, subs: tuple[int,
     def theirs(ranks: int, heads: int | None) -> ParameterCut:
         meta = shards.AutoTPMeta(num_kv_heads=heads)
         widths = [shards.get_shard_size_list(n, ranks, meta, "q_proj") for n in subs or (16,)]
-        return parse_map(affine.sub_param_map(shape, subs or (16,), widths, axis).to_dict(), ranks, "q_proj")
+        return parse_parameter_map(affine.sub_param_map(shape, subs or (16,), widths, axis).to_dict(), ranks, "q_proj")
 
     followed = 0
     for before in (1, 2, 3, 4, 8):
@@ -403,8 +403,10 @@ def test_cuts_for_other_ranks_are_those_of_deepspeed(axis: int, subs: tuple[int,
                         assert sorted(found.pieces) == sorted(want.pieces)
                         followed += before != after
     assert followed >= 8
-    whole = parse_map(affine.replicated_map(shape, 2).to_dict(), 2, "norm")
-    assert cut_for_ranks(whole, 5, None, None) == parse_map(affine.replicated_map(shape, 5).to_dict(), 5, "norm")
+    whole = parse_parameter_map(affine.replicated_map(shape, 2).to_dict(), 2, "norm")
+    assert cut_for_ranks(whole, 5, None, None) == parse_parameter_map(
+        affine.replicated_map(shape, 5).to_dict(), 5, "norm"
+    )
 
 
 @pytest.mark.slow

@@ -13,13 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.converters.dcp.items import HEAD, TAIL, Items, Template, make_template, read_windows
+from ckpttool.converters.dcp.items import HEAD, TAIL, Items, Template, make_end_reader, make_template
 from ckpttool.errors import CkpttoolError
 from ckpttool.formats import torch_zip
 from ckpttool.formats.crc import crc32
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.formats.torch_pickles import TensorRef, make_head, pickle_tree
-from ckpttool.formats.zip_bytes import central_directory, data_descriptor, local_header
+from ckpttool.formats.zip_bytes import make_central_directory, make_data_descriptor, make_local_header
 from ckpttool.index.checkpoint import ITEMSIZE, Chunks, TensorEntry
 from ckpttool.index.records import Extent, Record
 from ckpttool.storage.source import Source
@@ -158,10 +158,10 @@ def crafted(between: bytes, *, described: bool = True, twice: bool = False) -> b
     head, records = make_head("archive", pkl)
     payload = b"abcd"
     crc = crc32(payload)
-    header = local_header("archive/data/0", 4, None if described else crc, len(head), 64)
+    header = make_local_header("archive/data/0", 4, None if described else crc, len(head), 64)
     out = head + header + payload + between
     records = [*records, ("archive/data/0", len(head), 4, crc, described)]
-    return out + central_directory(records, len(out))
+    return out + make_central_directory(records, len(out))
 
 
 def test_an_item_whose_crc_is_in_the_local_header_has_no_template() -> None:
@@ -170,9 +170,9 @@ def test_an_item_whose_crc_is_in_the_local_header_has_no_template() -> None:
 
 
 def test_an_item_of_our_own_has_a_template() -> None:
-    t = template_of(crafted(data_descriptor(4, crc32(b"abcd"))))
+    t = template_of(crafted(make_data_descriptor(4, crc32(b"abcd"))))
     assert t is not None
-    other = crafted(data_descriptor(4, 7))
+    other = crafted(make_data_descriptor(4, 7))
     assert by_template(t, other) == by_parser(other)
 
 
@@ -181,11 +181,11 @@ def test_what_looks_like_a_descriptor_and_is_a_record_is_compared() -> None:
     pkl = pickle_tree(TensorRef("float32", (1,), "0", 1))
     head, records = make_head("archive", pkl)
     crc = crc32(b"abcd")
-    out = head + local_header("archive/data/0", 4, None, len(head), 64) + b"abcd" + b"PK\x07\x08"
+    out = head + make_local_header("archive/data/0", 4, None, len(head), 64) + b"abcd" + b"PK\x07\x08"
     at = len(out)
-    out += local_header("archive/extra", 3, crc32(b"xyz"), at) + b"xyz"
+    out += make_local_header("archive/extra", 3, crc32(b"xyz"), at) + b"xyz"
     entries = [*records, ("archive/data/0", len(head), 4, crc, True), ("archive/extra", at, 3, crc32(b"xyz"), False)]
-    item = out + central_directory(entries, len(out))
+    item = out + make_central_directory(entries, len(out))
     t = template_of(item)
     assert t is not None
     broken = item[:at] + b"XXXX" + item[at + 4 :]
@@ -264,7 +264,7 @@ def test_a_wrong_item_among_many_is_refused(tmp_path: Path, shape: tuple[int, ..
 
 
 def test_windows_are_only_the_ends() -> None:
-    read = read_windows(b"abcd", b"wxyz", 100)
+    read = make_end_reader(b"abcd", b"wxyz", 100)
     assert read(1, 2) == b"bc" and read(97, 3) == b"xyz"
     with pytest.raises(LookupError):
         read(3, 2)

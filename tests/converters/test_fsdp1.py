@@ -29,7 +29,7 @@ import ckpttool
 from ckpttool import layouts
 from ckpttool.converters import fsdp1
 from ckpttool.engine import conversion, opening, verification
-from ckpttool.engine.flat.flat_layout import slice_of
+from ckpttool.engine.flat.flat_layout import find_rank_slice
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, Unsupported, UsageError
 from ckpttool.formats import pickles, sharded
 from ckpttool.live.fsdp1 import describe_fsdp1
@@ -133,7 +133,7 @@ def live_job(
             g = grads[p["name"]]
             there = whole[p["first"] : p["first"] + g.numel()]
             there.as_strided(g.shape, p["strides"]).copy_(g) if "strides" in p else there.copy_(g.reshape(-1))
-        a, b = slice_of(flat["numel"], world, rank)
+        a, b = find_rank_slice(flat["numel"], world, rank)
         for name, p in named:
             if name == (f"{flat['module']}._flat_param" if flat["module"] else "_flat_param"):
                 p.grad = torch.zeros_like(p)
@@ -409,7 +409,7 @@ def test_getattr_is_called_for_nothing_else(tmp_path: Path, args: Any) -> None:
 def test_an_attribute_of_a_class_is_a_name(args: Any) -> None:
     """As a member of an enum is in some versions of Python; nobody looks it up."""
     data = pickle.dumps({"w": Calls(*args)}, protocol=2)
-    found = pickles.load(data, sharded.stand_ins("x"))[0]["w"]
+    found = pickles.load(data, sharded.make_stand_ins("x"))[0]["w"]
     assert found == pickles.Global(args[0].__module__, f"{args[0].__name__}.{args[1]}")
 
 

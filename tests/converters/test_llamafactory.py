@@ -75,13 +75,13 @@ def test_a_folder_is_one_state_with_the_random_states_of_all_ranks(tmp_path: Pat
 def test_an_unfinished_save_is_said_to_be_one(tmp_path: Path) -> None:
     source = folder(tmp_path / "checkpoint-3")
     for complete in (True, False):
-        rows = detection.below(Source(tmp_path)).checkpoints
+        rows = detection.find_checkpoints(Source(tmp_path)).checkpoints
         assert [(c.layout, c.step, c.complete) for c in rows] == [("llamafactory", 3, complete)]
         (source / "CHECKPOINT_COMPLETE").unlink(missing_ok=True)
     with ckpttool.open(source) as opened:
         assert any("no CHECKPOINT_COMPLETE" in n and "no job resumes" in n for n in opened.checkpoint.notes)
     (source / "model" / ".metadata").unlink()  # not even the weights were ready
-    (row,) = detection.below(Source(tmp_path)).checkpoints
+    (row,) = detection.find_checkpoints(Source(tmp_path)).checkpoints
     assert (row.layout, row.complete) == ("llamafactory", False)
     with pytest.raises(NotRecognised):
         ckpttool.open(source)

@@ -18,7 +18,7 @@ from peers import difference, load_full
 from torch import Tensor
 
 import ckpttool
-from ckpttool.engine.discover.detection import below
+from ckpttool.engine.discover.detection import find_checkpoints
 from ckpttool.errors import Corrupt, NotRecognised, Unsafe, Unsupported
 from ckpttool.storage.source import Source
 
@@ -183,7 +183,7 @@ def test_the_list_of_a_run_says_what_a_step_lacks(lost: str, unpacked: Callable[
     gone = tmp_path / "iter_0000006" / lost
     shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("9")
-    found = {Path(c.path).name: c for c in below(Source(str(tmp_path))).checkpoints}
+    found = {Path(c.path).name: c for c in find_checkpoints(Source(str(tmp_path))).checkpoints}
     assert {n: c.complete for n, c in found.items()} == {ITERATION: True, "iter_0000006": False, "iter_0000009": True}
     assert found["iter_0000006"].lacks == f"no {lost}" and found["iter_0000009"].newest
 

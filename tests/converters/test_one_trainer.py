@@ -17,8 +17,14 @@ import ckpttool
 from ckpttool import layouts
 from ckpttool.converters.options import DirectoryOptions
 from ckpttool.converters.trainers.dialect import DATA, Dialect, DirectoryPart
-from ckpttool.converters.trainers.join import SmallFile, data_files, joined_drafts, left_over, state_drafts
-from ckpttool.engine.discover.detection import below
+from ckpttool.converters.trainers.join import (
+    SmallFile,
+    collect_left_over_state,
+    draft_model_and_optimizer,
+    draft_small_files,
+    join_drafts,
+)
+from ckpttool.engine.discover.detection import find_checkpoints
 from ckpttool.index.checkpoint import Checkpoint
 from ckpttool.index.checkpoint import Path as Keys
 from ckpttool.index.draft import Draft
@@ -35,10 +41,13 @@ FOLDERS = ("acme_weights", "acme_adam")
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     counters = {("trainer", *p[1:]): leaf for p, leaf in ckpt.leaves().items() if p[0] == "trainer"}
-    rest, notes = left_over(ckpt, set[Keys](counters))
+    rest, notes = collect_left_over_state(ckpt, set[Keys](counters))
     small = [*rest, SmallFile(LAST, {p[1:]: leaf for p, leaf in counters.items()})]
-    parts = [*state_drafts(ckpt, source, options, {"sharded": FOLDERS}), ("", data_files(ckpt, small, options))]
-    out = joined_drafts("acme", ckpt, parts, options, options.ranks(ckpt))
+    parts = [
+        *draft_model_and_optimizer(ckpt, source, options, {"sharded": FOLDERS}),
+        ("", draft_small_files(ckpt, small, options)),
+    ]
+    out = join_drafts("acme", ckpt, parts, options, options.ranks(ckpt))
     out.notes += notes
     return out
 
@@ -128,7 +137,7 @@ def test_a_file_in_a_part_is_answered_with_the_directory(saved: Path) -> None:
 def test_a_folder_of_saves_lists_it_and_says_what_an_unfinished_one_lacks(saved: Path) -> None:
     (saved.parent / "step-6").mkdir()
     (saved / FOLDERS[0]).rename(saved.parent / "step-6" / FOLDERS[0])
-    rows = below(layouts.place(saved.parent).source).checkpoints
+    rows = find_checkpoints(layouts.place(saved.parent).source).checkpoints
     lacking = next(row for row in rows if row.name == "step-6")
     assert (lacking.layout, lacking.trainer, lacking.lacks) == ("acme", "Acme", f"no {LAST}, which Acme writes last")
     assert [row.name for row in rows] == ["step-3", "step-6"]

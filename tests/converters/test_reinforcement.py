@@ -92,7 +92,7 @@ def test_a_step_is_one_state(name: str, tmp_path: Path) -> None:
         assert (opened.checkpoint.layout, opened.checkpoint.unread) == (name, [])
         found = {str(p[0]) for p in opened.checkpoint.leaves()}
         assert found == components | {"model", "optim"}
-    (row,) = detection.below(Source(tmp_path / "run")).checkpoints
+    (row,) = detection.find_checkpoints(Source(tmp_path / "run")).checkpoints
     assert (row.layout, row.complete, row.step) == (name, True, 3)
     done = ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=1, canonical_keys=True)
     assert not done.dropped
@@ -121,7 +121,7 @@ def test_the_model_of_skyrl_has_the_files_of_its_step_and_a_critic_is_another(tm
         assert (opened.checkpoint.layout, opened.checkpoint.unread) == ("skyrl", [])
         assert "dataloader._snapshot.rows" in opened.checkpoint.values
     shutil.copytree(source / "policy", source / "critic")
-    rows = detection.below(Source(source)).checkpoints
+    rows = detection.find_checkpoints(Source(source)).checkpoints
     assert {(c.name, c.layout) for c in rows} == {("policy", "skyrl"), ("critic", "skyrl")}
 
 
@@ -172,7 +172,7 @@ def test_a_state_of_another_program_is_written_for_xtuner_with_what_it_lacks(tmp
 def test_an_unfinished_save_of_xtuner_is_said_to_be_one(tmp_path: Path) -> None:
     source = xtuner(tmp_path / "epoch-0-step-3")
     (source / "train_state.json").unlink()
-    (row,) = detection.below(Source(tmp_path)).checkpoints
+    (row,) = detection.find_checkpoints(Source(tmp_path)).checkpoints
     assert (row.layout, row.complete) == ("xtuner", False)
     with ckpttool.open(source) as opened:
         assert any("no train_state.json" in n for n in opened.checkpoint.notes)

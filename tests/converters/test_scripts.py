@@ -72,7 +72,7 @@ def test_a_folder_of_files_is_one_state(tmp_path: Path) -> None:
     ckpttool.convert(source, tmp_path / "zero", to="zero3", world_size=2, drop=True)
     with ckpttool.open(tmp_path / "zero") as opened:
         assert len([n for n in opened.checkpoint.tensors if n.endswith(".exp_avg")]) == 3
-    listed = {c.name: c for c in detection.below(Source(tmp_path)).checkpoints}
+    listed = {c.name: c for c in detection.find_checkpoints(Source(tmp_path)).checkpoints}
     assert (listed["step3"].layout, listed["step3"].step) == ("script", 3)
 
 

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 import ckpttool
 from ckpttool.errors import Corrupt, MissingPackage, Unsafe, Unsupported, UsageError
 from ckpttool.huggingface import model_names
-from ckpttool.index.optimizer_names import possible_orders
-from ckpttool.layouts import for_trainers
+from ckpttool.index.optimizer_names import iterate_possible_orders
+from ckpttool.layouts import list_resuming_programs
 
 TRAINERS = FIXTURES / "trainers"
 CASES = sorted(p.parent.name for p in TRAINERS.glob("*/case.json"))
@@ -256,14 +256,16 @@ def test_possible_orders_hold_that_of_a_real_module() -> None:
             self.wte, self.layers = torch.nn.Embedding(3, 2), torch.nn.ModuleList(Block() for _ in range(12))
 
     names = [n for n, _ in Net().named_parameters()]
-    orders = list(possible_orders(sorted(names)))
+    orders = list(iterate_possible_orders(sorted(names)))
     assert names in orders and sorted(names) not in orders, "layers.10 comes after layers.2"
     assert len(orders) == 2 * 6 and len({tuple(o) for o in orders}) == 12
     assert all(sorted(o) == sorted(names) for o in orders)
     odd = ["..", ".", "", "a", "a.b", "a..b", "1.x", "١.x"]
-    assert all(sorted(order) == sorted(odd) for order in possible_orders(odd)), "no name is lost, whatever it is"
-    assert list(possible_orders(odd)) and not list(possible_orders(["a" + ".a" * 5000]))
-    assert not list(possible_orders([f"{c}.weight" for c in "abcdefghij"])), "ten factorial is too many to try"
+    assert all(sorted(order) == sorted(odd) for order in iterate_possible_orders(odd)), (
+        "no name is lost, whatever it is"
+    )
+    assert list(iterate_possible_orders(odd)) and not list(iterate_possible_orders(["a" + ".a" * 5000]))
+    assert not list(iterate_possible_orders([f"{c}.weight" for c in "abcdefghij"])), "ten factorial is too many to try"
 
 
 def test_an_optimizer_alone_is_an_optimizer() -> None:
@@ -664,7 +666,7 @@ def test_torchtitan_gets_its_own_keys_back_and_those_it_asks_for(tmp_path: Path)
 
 def test_for_chooses_the_layout(tmp_path: Path) -> None:
     source = folder("accelerate_fsdp2_full")
-    for trainer, (layout, program) in for_trainers().items():
+    for trainer, (layout, program) in list_resuming_programs().items():
         if program.refused:
             continue
         part = ("--only", "model") if trainer == "megatron" else ()  # the groups have learning rates of their own

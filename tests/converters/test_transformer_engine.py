@@ -24,8 +24,8 @@ from torch import Tensor
 
 import ckpttool
 from ckpttool.converters.megatron.buckets import Bucket, LocalBoxes
-from ckpttool.converters.megatron.buckets import _fit_whole_model as fit_whole_model
-from ckpttool.engine.transform.remainders import join_halves
+from ckpttool.converters.megatron.buckets import _fit_segments_to_model as fit_whole_model
+from ckpttool.engine.transform.remainders import join_masters
 from ckpttool.errors import CkpttoolError, Corrupt, Unsupported
 from ckpttool.index.checkpoint import Chunks, TensorEntry
 
@@ -90,13 +90,13 @@ def test_every_weight_and_the_edges_of_remainders_are_joined_as_the_kernel_does_
     weight = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     for low in (0, 1, 0x7FFF, -0x8000, -0x7FFF, -1, 0x1234, -0x1234):
         remainder = torch.full_like(weight, low, dtype=torch.int16)
-        found = join_halves(weight.view(torch.int16).numpy(), remainder.numpy())
+        found = join_masters(weight.view(torch.int16).numpy(), remainder.numpy())
         assert same(torch.from_numpy(found), join(weight, remainder))
     bits = torch.arange(-(1 << 31), 1 << 31, 4093).to(torch.int32)
     edges = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int64) << 16
     bits = torch.cat([bits, *[(edges + k).to(torch.int32) for k in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]])
     halves = [x.view(torch.int16).numpy() for x in split(bits.view(torch.float32))]
-    assert np.array_equal(join_halves(*halves).view("i4"), bits.numpy())
+    assert np.array_equal(join_masters(*halves).view("i4"), bits.numpy())
 
 
 @pytest.fixture(params=["full", "dcp"])

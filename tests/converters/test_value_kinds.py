@@ -164,7 +164,9 @@ KINDS: dict[str, list[Any]] = {
     "exception of Python": [ValueError("x", 1), KeyError("k")],
     "instance that is pickled as a call of its class with several arguments": [Several(1, "x")],
 }  # fmt: skip
-WRITTEN = [name for name in layouts.writable() if name not in ("zero1", "zero2")]  # which are written as zero3 is
+WRITTEN = [
+    name for name in layouts.list_writable_layouts() if name not in ("zero1", "zero2")
+]  # which are written as zero3 is
 
 
 def table() -> dict[str, dict[str, str]]:
@@ -245,7 +247,7 @@ def read(path: Path) -> dict[str, str]:
 def test_the_page_has_every_kind_and_every_layout() -> None:
     assert list(TABLE) == list(KINDS)
     page = (REPOSITORY / "docs" / "reference" / "values.md").read_text(encoding="utf-8")
-    for name in layouts.writable():
+    for name in layouts.list_writable_layouts():
         assert name in ("full", "dcp", "hf", "audit") or f"`{name}`" in page
 
 

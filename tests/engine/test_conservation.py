@@ -107,7 +107,7 @@ def test_a_writer_that_is_given_less_or_other_state_is_found_before_a_byte_is_wr
     suffix = conserved.SUFFIX.get(to, "")
     good, out = tmp_path / f"good{suffix}", tmp_path / f"out{suffix}"
     assert conserved.unaccounted(source, good, conserved.converted(source, good, to, 2, drop=False)) == []
-    target = layouts.target_of(to, out)
+    target = layouts.choose_target_layout(to, out)
     assert target.write is not None
     refused = 0
     for seed in SEEDS:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from stores import Flaky, moto
 
 import ckpttool
-from ckpttool.engine.discover.detection import below, newest
+from ckpttool.engine.discover.detection import find_checkpoints, newest
 from ckpttool.errors import NotRecognised, UsageError
 from ckpttool.layouts import place
 
@@ -163,7 +163,7 @@ def test_other_commands_answer_a_parent_with_the_same_list(job: Path, tmp_path: 
         done = run(*command)
         assert done.returncode == 3
         assert f"The newest complete one is {job / 'checkpoint-6'}" in done.stderr
-        for line in str(below(place(job).source)).splitlines():
+        for line in str(find_checkpoints(place(job).source)).splitlines():
             assert line in done.stderr
         assert "rng_state_0.pth" not in done.stderr and "scheduler.pt" not in done.stderr
 
@@ -266,7 +266,7 @@ def test_a_store_is_listed_and_nothing_in_it_is_read(monkeypatch: pytest.MonkeyP
         assert newest(f"{url}/run") == f"{url}/run/checkpoint-6"
         with place(f"{url}/run").source as source:
             proxy.seen.clear()
-            assert [c.name for c in below(source).checkpoints] == list(found)
+            assert [c.name for c in find_checkpoints(source).checkpoints] == list(found)
         assert proxy.seen and all(m == "GET" and "list-type=2" in path for m, path, _ in proxy.seen), proxy.seen
     here = listed(job)
     assert {n: {**c, "path": ""} for n, c in found.items()} == {n: {**c, "path": ""} for n, c in here.items()}

@@ -38,7 +38,7 @@ def test_masters_of_every_trainer_round_to_their_weights(case: str) -> None:
     assert masters(FIXTURES / case) == []
     with ckpttool.open(FIXTURES / case) as opened:
         opened.locate()
-        assert len(compared.master_pairs(opened.checkpoint)) == SOUND[case]
+        assert len(compared.find_master_pairs(opened.checkpoint)) == SOUND[case]
 
 
 def state(dtype: torch.dtype) -> dict[str, Any]:

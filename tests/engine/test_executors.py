@@ -19,7 +19,7 @@ from programs import mpiexec, script, wait_for
 from ckpttool import extras
 from ckpttool.engine.workers import clusters, executors
 from ckpttool.engine.workers import cores as cores_module
-from ckpttool.engine.workers.executors import default_count, workers_of
+from ckpttool.engine.workers.executors import choose_process_count, open_workers
 from ckpttool.errors import Corrupt, MissingPackage, RemoteError, UsageError, name_flags
 
 # --------------------------------------------------------------------------------------------------------- the choice
@@ -29,14 +29,14 @@ from ckpttool.errors import Corrupt, MissingPackage, RemoteError, UsageError, na
     "spec", ["", "0", "-1", "1.5", "many", "dask", "dask:", "ray", "mpi:4", "a b:c", "os:", ":f", 0, -2, True], ids=repr
 )
 def test_a_spec_that_names_nothing_is_refused_with_what_there_is(spec: Any) -> None:
-    with pytest.raises(UsageError, match=r"dask:tcp://HOST:8786.*ray:auto.*mpi.*MODULE:FACTORY"), workers_of(spec):
+    with pytest.raises(UsageError, match=r"dask:tcp://HOST:8786.*ray:auto.*mpi.*MODULE:FACTORY"), open_workers(spec):
         pass
 
 
 def test_a_factory_makes_an_executor_that_ends_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[ThreadPoolExecutor] = []
     monkeypatch.setattr(functions, "factory", lambda: made.append(ThreadPoolExecutor(3)) or made[0], raising=False)
-    with workers_of("worker_functions:factory") as workers:
+    with open_workers("worker_functions:factory") as workers:
         assert (workers.count, workers.remote, workers.name) == (3, False, "worker_functions:factory")
         assert workers.executor.submit(functions.pid, "").result() == str(os.getpid())
     with pytest.raises(RuntimeError, match="after shutdown"):
@@ -57,13 +57,13 @@ def test_a_factory_makes_an_executor_that_ends_with_the_run(monkeypatch: pytest.
     ],
 )
 def test_a_factory_that_makes_no_executor_is_refused(spec: str, message: str) -> None:
-    with name_flags(), pytest.raises(UsageError, match=f"^--workers {spec}:? ?{message}"), workers_of(spec):
+    with name_flags(), pytest.raises(UsageError, match=f"^--workers {spec}:? ?{message}"), open_workers(spec):
         pass
 
 
 def test_an_executor_of_the_caller_stays_open(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as mine:
-        with workers_of(mine) as workers:
+        with open_workers(mine) as workers:
             assert (workers.count, workers.remote) == (1, False)
             running = workers.executor.submit(functions.sleep, "0.3")
             waiting = workers.executor.submit(functions.pid, "")
@@ -74,20 +74,20 @@ def test_an_executor_of_the_caller_stays_open(tmp_path: Path) -> None:
 def test_workers_of_another_version_or_without_ckpttool_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadPoolExecutor(1) as mine:
         monkeypatch.setattr(functions, "factory", lambda: mine, raising=False)
-        monkeypatch.setattr(clusters, "version_of_worker", lambda text: "0.0.1")
+        monkeypatch.setattr(clusters, "get_worker_version", lambda text: "0.0.1")
         with (
             pytest.raises(
                 UsageError, match=r"a worker has ckpttool 0\.0\.1, this is .*Install the same version everywhere"
             ),
-            workers_of("worker_functions:factory"),
+            open_workers("worker_functions:factory"),
         ):
             pass
     with ThreadPoolExecutor(1) as mine:
         monkeypatch.setattr(functions, "factory", lambda: mine, raising=False)
-        monkeypatch.setattr(clusters, "version_of_worker", functions.fault)
+        monkeypatch.setattr(clusters, "get_worker_version", functions.fault)
         with (
             pytest.raises(UsageError, match=r"a worker cannot run ckpttool \(KeyError.*Install ckpttool==.* where"),
-            workers_of("worker_functions:factory"),
+            open_workers("worker_functions:factory"),
         ):
             pass
 
@@ -108,7 +108,7 @@ def test_another_worker_is_asked_when_the_first_does_not_answer(monkeypatch: pyt
     monkeypatch.setattr(clusters, "WAIT", 1.2)
     with Deaf() as deaf:
         monkeypatch.setattr(functions, "factory", lambda: deaf, raising=False)
-        with workers_of("worker_functions:factory") as workers:
+        with open_workers("worker_functions:factory") as workers:
             assert deaf.asked == 2 and workers.count == 2
 
 
@@ -143,7 +143,7 @@ def test_a_missing_package_is_named_with_its_extra(
         pytest.raises(
             MissingPackage, match=rf"needs {package}, which is not installed: pip install 'ckpttool\[{extra}\]'"
         ),
-        workers_of(spec),
+        open_workers(spec),
     ):
         pass
 
@@ -166,10 +166,10 @@ def test_a_missing_package_is_named_with_its_extra(
 def test_the_default_follows_from_the_machine_and_the_work(
     cores: int, nbytes: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executors, "usable_cores", lambda: cores)
-    monkeypatch.setattr(executors, "usable_memory", lambda: None)
-    assert default_count(nbytes) == count
-    with workers_of(None, nbytes) as workers:
+    monkeypatch.setattr(executors, "count_usable_cores", lambda: cores)
+    monkeypatch.setattr(executors, "find_usable_memory", lambda: None)
+    assert choose_process_count(nbytes) == count
+    with open_workers(None, nbytes) as workers:
         assert workers.count == count and not workers.remote
 
 
@@ -177,15 +177,15 @@ def test_the_default_follows_from_the_machine_and_the_work(
 def test_the_default_leaves_memory_for_each_worker(
     room: int | None, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executors, "usable_cores", lambda: 64)
-    monkeypatch.setattr(executors, "usable_memory", lambda: room)
-    assert default_count(10**12) == count
+    monkeypatch.setattr(executors, "count_usable_cores", lambda: 64)
+    monkeypatch.setattr(executors, "find_usable_memory", lambda: room)
+    assert choose_process_count(10**12) == count
 
 
 def test_memory_is_that_of_the_machine_or_of_the_cgroup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def limits(root: Path, text: str) -> list[int]:
         (tmp_path / "membership").write_text(text)
-        return list(cores_module._memory_limits(str(root), str(tmp_path / "membership")))
+        return list(cores_module._read_memory_limits(str(root), str(tmp_path / "membership")))
 
     v2 = tmp_path / "v2"
     (v2 / "pod" / "job").mkdir(parents=True)
@@ -196,10 +196,10 @@ def test_memory_is_that_of_the_machine_or_of_the_cgroup(monkeypatch: pytest.Monk
     v1.mkdir(parents=True)
     (v1 / "memory.limit_in_bytes").write_text("1073741824\n")
     assert limits(tmp_path / "v1", "5:memory:/a\n4:cpu,cpuacct:/a\n") == [1 << 30]
-    machine = cores_module.usable_memory()
+    machine = cores_module.find_usable_memory()
     assert machine is not None and machine > 1 << 20
-    monkeypatch.setattr(cores_module, "_memory_limits", lambda: iter([1 << 20]))
-    assert cores_module.usable_memory() == 1 << 20
+    monkeypatch.setattr(cores_module, "_read_memory_limits", lambda: iter([1 << 20]))
+    assert cores_module.find_usable_memory() == 1 << 20
 
 
 def test_cores_are_those_of_the_affinity_mask_and_the_cgroup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_cores_are_those_of_the_affinity_mask_and_the_cgroup(monkeypatch: pytest
 
     def quotas(root: Path, text: str) -> list[float]:
         (tmp_path / "membership").write_text(text)
-        return list(cores_module._quotas(str(root), str(tmp_path / "membership")))
+        return list(cores_module._read_cpu_quotas(str(root), str(tmp_path / "membership")))
 
     v2 = tmp_path / "v2"
     (v2 / "slurm" / "job").mkdir(parents=True)
@@ -224,8 +224,8 @@ def test_cores_are_those_of_the_affinity_mask_and_the_cgroup(monkeypatch: pytest
         (v1 / "cpu" / name).write_text("-1\n" if "quota" in name else text)
     assert quotas(v1, "5:memory:/a\n4:cpu,cpuacct:/a\n") == [4.0]
     for found, cores in (([6.5], 6), ([0.5], 1), ([64.0], 16), ([], 16)):
-        monkeypatch.setattr(cores_module, "_quotas", lambda found=found: iter(found))
-        assert cores_module.usable_cores() == cores
+        monkeypatch.setattr(cores_module, "_read_cpu_quotas", lambda found=found: iter(found))
+        assert cores_module.count_usable_cores() == cores
 
 
 # ---------------------------------------------------------------------------------------------------------------- dask
@@ -246,7 +246,7 @@ def test_dask_works_with_four_workers_and_survives_the_death_of_one(cluster: Any
     file = tmp_path / "scheduler.json"
     file.write_text(json.dumps({"address": cluster.scheduler_address}))
     (tmp_path / "meet").mkdir()
-    with workers_of(f"dask:{cluster.scheduler_address}") as workers:
+    with open_workers(f"dask:{cluster.scheduler_address}") as workers:
         assert (workers.count, workers.remote) == (4, True)
         assert workers.name == f"dask {cluster.scheduler_address}"
         found = {f.result() for f in [workers.executor.submit(functions.meet, f"{tmp_path}/meet:4") for _ in range(4)]}
@@ -255,7 +255,7 @@ def test_dask_works_with_four_workers_and_survives_the_death_of_one(cluster: Any
             workers.executor.submit(functions.corrupt, "x").result()
         # the scheduler gives what the dead worker had to another one
         assert workers.executor.submit(functions.die_once, f"{tmp_path}/died").result()
-    with workers_of(f"dask:{file}") as workers:
+    with open_workers(f"dask:{file}") as workers:
         first, again = (workers.executor.submit(functions.pid, "same").result() for _ in range(2))
         assert first and again
         pending = workers.executor.submit(functions.sleep, "30")
@@ -276,7 +276,7 @@ def test_a_dask_worker_that_is_stopped_is_named_and_gets_no_request_twice(
     try:
         with (
             pytest.warns(clusters.FrozenWorkers, match=rf"1 of 4 workers do not answer: {stopped.worker_address}\."),
-            workers_of(f"dask:{cluster.scheduler_address}") as workers,
+            open_workers(f"dask:{cluster.scheduler_address}") as workers,
         ):
             first = [workers.submit(functions.sleep, "0.1") for _ in range(4)]
             assert wait_for(lambda: any(f.done() for f in first), 10)
@@ -295,7 +295,7 @@ def test_dask_workers_without_ckpttool_are_refused(cluster: Any, monkeypatch: py
     monkeypatch.setattr(clusters, "__version__", "9.9")
     with (
         pytest.raises(UsageError, match=r"the scheduler has ckpttool \d.*, this is 9\.9"),
-        workers_of(f"dask:{cluster.scheduler_address}"),
+        open_workers(f"dask:{cluster.scheduler_address}"),
     ):
         pass
 
@@ -308,7 +308,7 @@ def test_a_dask_cluster_that_loses_its_workers_or_its_scheduler_ends_the_run(mon
     monkeypatch.setattr(clusters, "GONE", 0.3)
     with (
         distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, silence_logs=50) as lost,
-        workers_of(f"dask:{lost.scheduler_address}") as workers,
+        open_workers(f"dask:{lost.scheduler_address}") as workers,
     ):
         assert workers.count == workers.count_now() == 2
         lost.scale(1)
@@ -341,14 +341,14 @@ def test_dask_without_scheduler_or_workers_says_what_to_start(monkeypatch: pytes
             r"s\.json: no scheduler file after 0 seconds. Start one: dask scheduler --scheduler-file",
         ),
     ):
-        with pytest.raises(RemoteError, match=message), workers_of(spec):
+        with pytest.raises(RemoteError, match=message), open_workers(spec):
             pass
-    with pytest.raises(UsageError, match="unknown address scheme 'foo'"), workers_of("dask:foo://127.0.0.1:9"):
+    with pytest.raises(UsageError, match="unknown address scheme 'foo'"), open_workers("dask:foo://127.0.0.1:9"):
         pass
     with (
         distributed.LocalCluster(n_workers=0, dashboard_address=None, silence_logs=50) as empty,
         pytest.raises(RemoteError, match=r"no worker took a request in 0 seconds\. Start workers"),
-        workers_of(f"dask:{empty.scheduler_address}"),
+        open_workers(f"dask:{empty.scheduler_address}"),
     ):
         pass
 

@@ -17,7 +17,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckpttool.engine.flat import flat_layout
-from ckpttool.engine.flat.flat_layout import Flat, FlatLayout, FlatPart, lay_out, pieces_of, slice_of
+from ckpttool.engine.flat.flat_layout import (
+    Flat,
+    FlatLayout,
+    FlatPart,
+    cut_part_into_boxes,
+    find_rank_slice,
+    lay_out_flat_parameter,
+)
 from ckpttool.errors import Corrupt, Unsafe, Unsupported
 from ckpttool.huggingface import model_names
 from ckpttool.index import boxes
@@ -48,40 +55,40 @@ def firsts(flat: Flat) -> list[int]:
 
 
 def test_without_orig_params_nothing_lies_between_parameters() -> None:
-    flat = lay_out("", LLAMA_ROOT)
+    flat = lay_out_flat_parameter("", LLAMA_ROOT)
     assert firsts(flat) == [0, 4716, 4752]
     assert flat.numel == 9468
     assert flat.key == "_flat_param"
 
 
 def test_orig_params_begin_at_multiples_of_16_bytes_and_the_world_size_divides_the_whole() -> None:
-    assert firsts(lay_out("", LLAMA_ROOT, align=4, shards=3)) == [0, 4716, 4752]
-    flat = lay_out("", LLAMA_ROOT, align=8, shards=3)
+    assert firsts(lay_out_flat_parameter("", LLAMA_ROOT, align=4, shards=3)) == [0, 4716, 4752]
+    flat = lay_out_flat_parameter("", LLAMA_ROOT, align=8, shards=3)
     assert firsts(flat) == [0, 4720, 4760]
     assert flat.numel == 9477
-    assert lay_out("", [("a", (3,)), ("b", (4,))], align=4, shards=3).numel == 9
+    assert lay_out_flat_parameter("", [("a", (3,)), ("b", (4,))], align=4, shards=3).numel == 9
 
 
 def test_the_last_slices_are_short_or_empty() -> None:
-    assert [slice_of(9468, 3, r) for r in range(3)] == [(0, 3156), (3156, 6312), (6312, 9468)]
-    assert [slice_of(5722, 8, r) for r in (6, 7)] == [(4296, 5012), (5012, 5722)]
-    assert [slice_of(3, 4, r) for r in range(4)] == [(0, 1), (1, 2), (2, 3), (3, 3)]
-    assert [slice_of(5, 4, r) for r in range(4)] == [(0, 2), (2, 4), (4, 5), (5, 5)]
+    assert [find_rank_slice(9468, 3, r) for r in range(3)] == [(0, 3156), (3156, 6312), (6312, 9468)]
+    assert [find_rank_slice(5722, 8, r) for r in (6, 7)] == [(4296, 5012), (5012, 5722)]
+    assert [find_rank_slice(3, 4, r) for r in range(4)] == [(0, 1), (1, 2), (2, 3), (3, 3)]
+    assert [find_rank_slice(5, 4, r) for r in range(4)] == [(0, 2), (2, 4), (4, 5), (5, 5)]
 
 
 def test_a_slice_of_a_matrix_is_at_most_three_boxes() -> None:
     part = FlatPart("w", (4, 3), 5)
-    assert list(pieces_of(part, 7, 15)) == [
+    assert list(cut_part_into_boxes(part, 7, 15)) == [
         ((0, 2), (1, 1), None, 7),
         ((1, 0), (2, 3), None, 8),
         ((3, 0), (1, 1), None, 14),
     ]
-    assert list(pieces_of(part, 0, 5)) == []
+    assert list(cut_part_into_boxes(part, 0, 5)) == []
 
 
 def test_a_transposed_weight_lies_in_the_order_of_its_storage() -> None:
     part = FlatPart("w", (2, 3), 10, strides=(1, 2))  # stored as a (3, 2) matrix
-    assert list(pieces_of(part, 12, 16)) == [((0, 1), (2, 2), (1, 2), 12)]
+    assert list(cut_part_into_boxes(part, 12, 16)) == [((0, 1), (2, 2), (1, 2), 12)]
 
 
 @given(
@@ -100,7 +107,7 @@ def test_slices_of_all_ranks_make_the_whole_parameter(shape: list[int], first: i
     wanted = flat[first : first + part.numel].as_strided(shape, steps)
     found = torch.full(shape, -1)
     for r in range(ranks):
-        for start, size, strides, at in pieces_of(part, *slice_of(len(flat), ranks, r)):
+        for start, size, strides, at in cut_part_into_boxes(part, *find_rank_slice(len(flat), ranks, r)):
             assert strides is not None
             box = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
             assert bool((found[box] == -1).all())
@@ -132,18 +139,18 @@ def test_a_star_is_one_component_and_two_are_any_number(pattern: str, found: lis
 
 def test_repeated_blocks_are_numbered_modules_with_modules_inside() -> None:
     names = [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(12)]
-    assert flat_layout.find_blocks(["model.embed.weight", *names, "lm_head.weight"]) == ["model.layers.*"]
+    assert flat_layout.find_block_patterns(["model.embed.weight", *names, "lm_head.weight"]) == ["model.layers.*"]
     experts = [f"h.{i}.experts.{k}.w.weight" for i in range(2) for k in range(3)]
-    assert flat_layout.find_blocks(experts) == ["h.*"]
-    assert flat_layout.find_blocks(["0.weight", "2.weight", "heads.0.weight", "heads.1.weight"]) == []
+    assert flat_layout.find_block_patterns(experts) == ["h.*"]
+    assert flat_layout.find_block_patterns(["0.weight", "2.weight", "heads.0.weight", "heads.1.weight"]) == []
 
 
 def test_a_parameter_lies_in_the_innermost_wrapped_module_around_it() -> None:
     names = ["emb.w", "a.x", "a.b.x", "a.b.y", "a.z", "c.0.x"]
-    assert flat_layout.assign_to_modules(names, ["a", "a.b", "c", "c.0"]) == {
+    assert flat_layout.assign_params_to_modules(names, ["a", "a.b", "c", "c.0"]) == {
         "": ["emb.w"], "a": ["a.x", "a.z"], "a.b": ["a.b.x", "a.b.y"], "c.0": ["c.0.x"],
     }  # fmt: skip
-    assert list(flat_layout.assign_to_modules(["b.c.x", "b.y", "z"], ["b", "b.c"])) == [
+    assert list(flat_layout.assign_params_to_modules(["b.c.x", "b.y", "z"], ["b", "b.c"])) == [
         "",
         "b",
         "b.c",
@@ -199,7 +206,7 @@ def text(change: Any = None) -> bytes:
 
 
 def test_a_layout_survives_its_file() -> None:
-    assert flat_layout.parse_json(text(), "x.json") == LAYOUT
+    assert flat_layout.parse_layout_json(text(), "x.json") == LAYOUT
 
 
 @pytest.mark.parametrize(
@@ -226,17 +233,17 @@ def test_a_layout_survives_its_file() -> None:
 )
 def test_a_layout_that_contradicts_itself_is_refused(change: Any) -> None:
     with pytest.raises(Corrupt, match=r"x\.json"):
-        flat_layout.parse_json(text(change), "x.json")
+        flat_layout.parse_layout_json(text(change), "x.json")
 
 
 def test_a_file_that_is_no_layout_is_refused_with_how_to_make_one() -> None:
     for data in (b"[]", b"{}", b"3"):
         with pytest.raises(Corrupt, match="describe_fsdp1"):
-            flat_layout.parse_json(data, "x.json")
+            flat_layout.parse_layout_json(data, "x.json")
     with pytest.raises(Corrupt):
-        flat_layout.parse_json(b"{", "x.json")
+        flat_layout.parse_layout_json(b"{", "x.json")
     with pytest.raises(Unsafe):
-        flat_layout.parse_json(b'{"format": 1, "format": 2}', "x.json")
+        flat_layout.parse_layout_json(b'{"format": 1, "format": 2}', "x.json")
 
 
 # ---------------------------------------------------------------------------------------------------------- FSDP1
@@ -284,14 +291,14 @@ def test_fsdp1_lays_its_flat_parameters_out_as_we_do(world: int, uop: bool, alig
         live = wrapped(model, use_orig_params=uop, **how)
         optimizer = torch.optim.AdamW(live.parameters())
         described = describe_fsdp1(live, optimizer)
-        told = flat_layout.parse_json(json.dumps(described).encode(), "x.json")
+        told = flat_layout.parse_layout_json(json.dumps(described).encode(), "x.json")
     ordered = [n for n in state if n in parameters]
     tied = {"head.weight": "emb.weight"}
     made = []
-    for module, names in flat_layout.assign_to_modules(ordered, ["layers.0", "layers.1"]).items():
+    for module, names in flat_layout.assign_params_to_modules(ordered, ["layers.0", "layers.1"]).items():
         params = [(n, parameters[n]) for n in names if n not in tied]
         shared = [(n, tied[n]) for n in names if n in tied]
-        made.append(lay_out(module, params, align, world, "float32", shared))
+        made.append(lay_out_flat_parameter(module, params, align, world, "float32", shared))
     keys = [n for n in ordered if n not in tied] if uop else [f.key for f in made]
     assert told == FlatLayout(uop, world, tuple(made), tuple(state), (tuple(keys),))
 
@@ -306,7 +313,7 @@ def test_a_transposed_parameter_is_described_by_its_strides() -> None:
         live = wrapped(Odd(), use_orig_params=False)
         described = describe_fsdp1(live)
         flat = live._handle.flat_param.detach().clone()
-    part = flat_layout.parse_json(json.dumps(described).encode(), "x.json").flats[0].parts[0]
+    part = flat_layout.parse_layout_json(json.dumps(described).encode(), "x.json").flats[0].parts[0]
     assert part == FlatPart("w", (3, 2), 0, (1, 3))
     assert flat.tolist() == [0.0, 1.0, 2.0]  # row-major would be 0, 3, 1
 

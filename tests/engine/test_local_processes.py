@@ -16,7 +16,7 @@ import worker_functions as functions
 from programs import TESTS, alive, announced, script, wait_for
 
 from ckpttool.engine.workers import local_processes
-from ckpttool.engine.workers.executors import workers_of
+from ckpttool.engine.workers.executors import open_workers
 from ckpttool.engine.workers.local_processes import LocalProcesses, WorkerDied
 from ckpttool.errors import Corrupt
 
@@ -38,7 +38,7 @@ def either(request: pytest.FixtureRequest, local: LocalProcesses) -> LocalProces
 
 
 def test_four_processes_work_at_the_same_time(tmp_path: Path) -> None:
-    with workers_of("4") as workers:
+    with open_workers("4") as workers:
         assert (workers.count, workers.remote, workers.name) == (4, False, "4 processes")
         pids = [workers.executor.submit(functions.meet, f"{tmp_path}:4") for _ in range(4)]
         found = {int(f.result()) for f in pids}

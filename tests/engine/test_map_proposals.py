@@ -139,7 +139,7 @@ def test_a_name_that_a_map_cannot_hold_is_undecided_and_makes_no_line(name: str)
     assert found.decided.keys() == {"w"}
     text = found.write(("here", "there"), None, "a test")
     assert [line for line in text.splitlines() if " = " in line] == ["w = v"]
-    assert len(maps.load(text).lines) == 1
+    assert len(maps.load_map(text).lines) == 1
     assert found.left_a == {name: "a map cannot hold such a name"}
 
 
@@ -153,7 +153,7 @@ def test_of_a_real_checkpoint_and_a_config_nothing_is_decided_wrongly(case: str,
     assert "models   " + json.loads((folder / "config.json").read_text())["model_type"] in found.text
     with ckpttool.open(folder / inside) as opened:
         names = [t.local_name for t in opened.checkpoint.tensors.values() if t.component == "model"]
-    truth, mine = ({n: (g.line.parts[0] if g.from_whole else g.line.whole).named(g.numbers) for g in group_names(names, maps.load(m), "model", True)[0] for n in g.names.values()} for m in (known, found.text))  # fmt: skip
+    truth, mine = ({n: (g.line.parts[0] if g.from_whole else g.line.whole).named(g.numbers) for g in group_names(names, maps.load_map(m), "model", True)[0] for n in g.names.values()} for m in (known, found.text))  # fmt: skip
     assert len(mine) == sum(found.evidence.values()) >= 13
     assert mine.items() <= truth.items()
     assert found.proposed.items() <= truth.items()

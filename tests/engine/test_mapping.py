@@ -251,13 +251,13 @@ def test_param_groups_that_the_map_would_join_are_refused_before_padding_is_read
     from ckpttool.engine.transform import mapping
 
     looked: list[str] = []
-    odd_rows = mapping.odd_rows
+    odd_rows = mapping.find_unequal_rows
 
     def counted(*args: Any) -> Any:
         looked.append("rows")
         return odd_rows(*args)
 
-    monkeypatch.setattr(mapping, "odd_rows", counted)
+    monkeypatch.setattr(mapping, "find_unequal_rows", counted)
     text = PADDED + "q [f x] + v [f x] = qv [((1+1) f) x]\n"
     model = {"emb": torch.randn(10, 3), "q": torch.randn(2, 3), "v": torch.randn(2, 3)}
     config = '{"model_type": "x", "vocab_size": 7}'
@@ -414,7 +414,7 @@ def test_recorded_digests_of_renamed_tensors_are_compared(tmp_path: Path) -> Non
 )  # fmt: skip
 def test_a_map_that_makes_no_sense_is_refused_with_its_line(text: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        maps.load(text)
+        maps.load_map(text)
 
 
 def test_a_file_that_is_no_map_is_refused(tmp_path: Path) -> None:
@@ -615,7 +615,7 @@ def test_the_arguments_are_those_of_nemo_and_of_meta_too(tmp_path: Path) -> None
 )  # fmt: skip
 def test_premises_that_make_no_sense_are_refused_with_their_line(line: str, why: str) -> None:
     with pytest.raises(UsageError, match=f":2: .*{why}"):
-        maps.load(f"{HEAD}{line}\na = b\n")
+        maps.load_map(f"{HEAD}{line}\na = b\n")
 
 
 def test_expressions_of_premises() -> None:

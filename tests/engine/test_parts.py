@@ -29,7 +29,7 @@ from ckpttool.engine.workers.coordinator import digest_with_workers
 from ckpttool.errors import CkpttoolError, Corrupt, Interrupted, NoSpace, SourceChanged, Unreadable, UsageError
 from ckpttool.layouts import layouts
 from ckpttool.storage import local_destination
-from ckpttool.storage.shared_tree import is_coherent
+from ckpttool.storage.shared_tree import has_coherent_page_cache
 from ckpttool.storage.source import Source
 
 FSDP2, ZERO3, FULL = (
@@ -159,7 +159,7 @@ def test_options_give_workers_the_bytes_of_one_pass(source: str, to: str, how: d
 def test_on_a_network_file_system_the_coordinator_writes_shared_pages(
     to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_destination, "is_coherent", lambda folder: False)
+    monkeypatch.setattr(local_destination, "has_coherent_page_cache", lambda folder: False)
     name = f"out{SUFFIX.get(to, '')}"
     (tmp_path / "one").mkdir()
     convert(FSDP2, tmp_path / "one" / name, to)
@@ -180,10 +180,11 @@ def test_a_file_system_that_machines_share_is_known_by_its_mount(tmp_path: Path)
     ]
     mounts.write_text("\n".join(rows) + "\n")
     answers = {
-        path: is_coherent(path, str(mounts)) for path in ("/home/x", "/data/run", "/data/local/run", "/database")
+        path: has_coherent_page_cache(path, str(mounts))
+        for path in ("/home/x", "/data/run", "/data/local/run", "/database")
     }
     assert answers == {"/home/x": True, "/data/run": False, "/data/local/run": True, "/database": True}
-    assert is_coherent("/", str(tmp_path / "missing"))
+    assert has_coherent_page_cache("/", str(tmp_path / "missing"))
 
 
 def test_the_cut_covers_every_tensor_once_and_depends_on_the_draft_alone() -> None:
@@ -397,7 +398,7 @@ def test_digests_by_workers_are_those_of_one_pass(source: Path) -> None:
 def test_threads_of_one_process_may_work_for_two_conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """dask's workers have a thread for each core: a plan stays open until the last of them has done with it."""
     made = list[Plan]()
-    planned = part_worker._plan
+    planned = part_worker._plan_asked
     monkeypatch.setattr(part_worker._planned, "make", lambda job: made.append(planned(job)) or made[-1])
     used: dict[int, int] = {}
     early = list[str]()

@@ -88,7 +88,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_a_published_model_fits_its_job_and_nothing_is_unknown(name: str) -> None:
     which, job, config = MODELS[name]
-    assert check_premises(maps.load(which), (job, WHERE), config, None) == []
+    assert check_premises(maps.load_map(which), (job, WHERE), config, None) == []
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_published_model_fits_its_job_and_nothing_is_unknown(name: str) -> Non
 def test_a_config_of_another_model_is_refused(name: str, change: dict[str, Any], said: str) -> None:
     which, job, config = MODELS[name]
     with pytest.raises(Unsupported, match=said):
-        check_premises(maps.load(which), (job, WHERE), {**config, **change}, "CONFIG")
+        check_premises(maps.load_map(which), (job, WHERE), {**config, **change}, "CONFIG")
 
 
 @pytest.mark.parametrize(
@@ -120,4 +120,4 @@ def test_a_config_of_another_model_is_refused(name: str, change: dict[str, Any],
 def test_a_job_that_no_config_of_the_map_s_models_can_say_is_refused(change: dict[str, Any]) -> None:
     which, job, config = MODELS["Llama-2-7B"]
     with pytest.raises(Unsupported, match=next(iter(change))):
-        check_premises(maps.load(which), ({**job, **change}, WHERE), config, None)
+        check_premises(maps.load_map(which), ({**job, **change}, WHERE), config, None)

@@ -317,7 +317,7 @@ def test_a_model_that_transformers_does_not_know_is_quantised_by_names(
             "transformers does not know model_type 'of_nobody'"
         )  # as its child process says, after five seconds each time
 
-    monkeypatch.setattr(hub_names, "relate", unknown)
+    monkeypatch.setattr(hub_names, "relate_to_hub", unknown)
     source = tmp_path / "in"
     source.mkdir()
     p = "model.layers.0."

@@ -20,7 +20,7 @@ import ckpttool
 from ckpttool.engine import run_pruning
 from ckpttool.engine.run_pruning import prune_run
 from ckpttool.engine.runs import list_run
-from ckpttool.engine.step_metrics import best_of, read_metrics
+from ckpttool.engine.step_metrics import find_best_steps, read_metrics
 from ckpttool.errors import Corrupt, Locked, NotPermitted, NotRecognised, SourceChanged, Unsafe, UsageError
 from ckpttool.storage.lock import take_lock, unlock
 from ckpttool.storage.partial import LeftoverFiles, clean
@@ -203,8 +203,8 @@ def test_a_number_that_says_nothing_or_two_things_is_refused(text: Any, says: st
 
 def test_the_first_of_equal_numbers_is_the_best() -> None:
     steps = {"a": 3, "b": 1, "c": 2}
-    assert best_of({"a": 1.0, "b": 1.0, "c": 2.0}, steps, "loss", None) == {"b": "loss is 1, the smallest"}
-    assert list(best_of({"a": 2.0, "b": 1.0, "c": 2.0}, steps, "acc", "max")) == ["c"]
+    assert find_best_steps({"a": 1.0, "b": 1.0, "c": 2.0}, steps, "loss", None) == {"b": "loss is 1, the smallest"}
+    assert list(find_best_steps({"a": 2.0, "b": 1.0, "c": 2.0}, steps, "acc", "max")) == ["c"]
 
 
 # ------------------------------------------------------------------------------------------------------- what must stay

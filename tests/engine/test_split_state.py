@@ -11,7 +11,7 @@ from peers import load_full, ranks_for
 from torch import Tensor
 
 import ckpttool
-from ckpttool.engine.flat.split_state import Training, shared_scalars, split_training_state
+from ckpttool.engine.flat.split_state import Training, find_shared_scalars, split_training_state
 from ckpttool.errors import Unsupported
 from ckpttool.formats.stored_tensors import Inline
 
@@ -285,7 +285,7 @@ def training(**steps: Any) -> Training:
 def test_a_flat_tensor_has_the_step_of_most_of_its_parameters(
     steps: dict[str, Any], kept: dict[str, Any] | None, lost: list[str]
 ) -> None:
-    found, dropped = shared_scalars(training(**steps), steps, "a sub-group of ZeRO-3 has one step")
+    found, dropped = find_shared_scalars(training(**steps), steps, "a sub-group of ZeRO-3 has one step")
     assert kept is None or found == kept
     assert [d.name for d in dropped] == [f"optim.state.{n}.step" for n in lost]
     assert all(d.why.startswith("a sub-group of ZeRO-3 has one step; ") for d in dropped)

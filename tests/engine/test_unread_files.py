@@ -22,7 +22,7 @@ from ckpttool.engine.discover import unread_files
 from ckpttool.engine.inspect import inspect
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.hub.push import push
-from ckpttool.index.checkpoint import Checkpoint, Value, ranks_without_rng_state
+from ckpttool.index.checkpoint import Checkpoint, Value, find_ranks_without_rng_state
 
 DCP = FIXTURES / "fsdp2_w2_groups" / "ckpt"
 ZERO3 = FIXTURES / "zero3_w3_groups" / "ckpt"
@@ -450,7 +450,7 @@ def test_very_many_files_are_quick_and_a_short_list(tmp_path: Path) -> None:
         assert opened.checkpoint.unread[-1].name == "4000 more files"
         assert len(opened.checkpoint.notes[-1]) < 400
     assert took < 2
-    assert len(unread_files.listed(opened.checkpoint.unread)) < 400
+    assert len(unread_files.describe_files(opened.checkpoint.unread)) < 400
 
 
 @pytest.mark.parametrize(
@@ -496,7 +496,7 @@ def test_a_scheduler_that_was_cut_is_damage_to_verify_and_doctor_and_is_not_carr
 
 def test_a_world_size_that_no_job_has_is_not_counted_through() -> None:
     rng = {"rng.1.cpu": Value(("rng", "1", "cpu"), 3)}
-    found = ranks_without_rng_state(Checkpoint("full", "x", 10**15, [], [], {}, rng))
+    found = find_ranks_without_rng_state(Checkpoint("full", "x", 10**15, [], [], {}, rng))
     assert found[:2] == [0, 2] and len(found) < 1 << 16
 
 

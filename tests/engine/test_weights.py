@@ -256,7 +256,7 @@ def test_lerp_is_that_of_torch_for_any_weight() -> None:
         a = torch.randn(20_000) * 10 ** torch.randint(-30, 30, (20_000,))
         b = a * (1 + torch.randn(20_000) * 1e-3)
         a[:4], b[2:6] = torch.tensor([0.0, -0.0, float("inf"), 3e38]), torch.tensor([0.0, 1e-45, float("inf"), -3e38])
-        found = torch.from_numpy(weights._lerp(a.numpy(), b.numpy(), w))
+        found = torch.from_numpy(weights._interpolate(a.numpy(), b.numpy(), w))
         wanted = a.lerp(b, w)
         same = (found == wanted) | (found.isnan() & wanted.isnan())
         assert same.all(), (w, a[~same][:3], b[~same][:3])

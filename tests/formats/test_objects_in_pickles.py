@@ -21,7 +21,7 @@ import pytest
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe
 from ckpttool.formats import pickle_writer, pickles, values
 from ckpttool.formats.pickles import BackReference, Global, Opaque, Ordered, Refused
-from ckpttool.formats.shown_values import readable
+from ckpttool.formats.shown_values import to_readable
 from ckpttool.index.checkpoint import Value
 
 PROTOCOLS = range(2, 6)
@@ -101,7 +101,7 @@ def test_a_member_of_an_enum_is_written_so_that_no_init_runs(member: enum.Enum, 
     assert isinstance(found, Opaque) and not found.call and found.args == (member.value,)
     written = pickle_writer.dump(found)
     assert pickle.loads(written) is member or pickle.loads(written) == member
-    assert load(written) == found == through_json(found) and pickles.unwritable_reason(found) is None
+    assert load(written) == found == through_json(found) and pickles.find_unwritable_reason(found) is None
 
 
 def test_a_class_that_only_looks_like_an_enum_is_not_called_by_what_is_written(canary: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_class_that_only_looks_like_an_enum_is_not_called_by_what_is_written(c
     psutil = pytest.importorskip("psutil")
     data = pickle.dumps(Called(psutil.Popen, str(canary)), 2)
     found = load(data)
-    assert found == Opaque(Global("psutil", "Popen"), (str(canary),)) and pickles.unwritable_reason(found) is None
+    assert found == Opaque(Global("psutil", "Popen"), (str(canary),)) and pickles.find_unwritable_reason(found) is None
     script = canary.with_name("script")
     script.write_text(f"#!/bin/sh\ntouch {canary}\n")
     script.chmod(0o700)
@@ -117,14 +117,14 @@ def test_a_class_that_only_looks_like_an_enum_is_not_called_by_what_is_written(c
     time.sleep(0.2)
     assert not canary.exists()
     several = load(pickle.dumps(Called(psutil.Popen, ["touch", str(canary)]), 2))
-    assert several.call and "a call of psutil.Popen" in str(pickles.unwritable_reason([{"a": (several,)}]))
+    assert several.call and "a call of psutil.Popen" in str(pickles.find_unwritable_reason([{"a": (several,)}]))
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("value", [Stateful(3), collections.UserList([1])], ids=["stateful", "list"])
 def test_a_call_with_a_state_stays_a_call(value: Any, protocol: int) -> None:
     found = load(pickle.dumps(value, protocol))
-    assert (pickles.unwritable_reason(found) is None) == (not isinstance(value, Stateful))
+    assert (pickles.find_unwritable_reason(found) is None) == (not isinstance(value, Stateful))
     assert found.state is not None and through_json(found) == found
 
 
@@ -294,7 +294,7 @@ def test_a_config_of_omegaconf_is_read_shown_and_written_again() -> None:
         "none": None,
         "missing": "???",
     }
-    assert readable(found) == {"cfg": plain, "part": [plain["model"]]}
+    assert to_readable(found) == {"cfg": plain, "part": [plain["model"]]}
     assert load(pickle_writer.dump(found)) == found == through_json(found)
 
 

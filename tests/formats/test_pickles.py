@@ -375,12 +375,12 @@ def test_the_walk_counts_shared_parts_each_time_and_looks_into_them_once(monkeyp
     parts = [{"offsets": [i], "sizes": (i, [i])} for i in range(500)]
     tree = {f"flat{i}": list(parts) for i in range(50)}
     looked = []
-    real = pickles.children
-    monkeypatch.setattr(pickles, "children", lambda x: looked.append(1) or real(x))
-    assert pickles.refuse_deep(tree, "x", 1 << 30) == (4, 1 + 100 + 50 * (501 + 500 * 12))
+    real = pickles.list_children
+    monkeypatch.setattr(pickles, "list_children", lambda x: looked.append(1) or real(x))
+    assert pickles.refuse_deep_object(tree, "x", 1 << 30) == (4, 1 + 100 + 50 * (501 + 500 * 12))
     assert len(looked) == 1 + 50 + 500 * 4
     with pytest.raises(Unsafe, match="expands to more than"):
-        pickles.refuse_deep(tree, "x", 50 * 500 * 12)
+        pickles.refuse_deep_object(tree, "x", 50 * 500 * 12)
 
 
 def test_a_value_that_unfolds_without_bound_is_refused() -> None:
@@ -604,23 +604,23 @@ def by_name(module: str, cls: str, member: str, builtins: str = "builtins") -> b
 @pytest.mark.parametrize("builtins", ["builtins", "__builtin__"])
 def test_members_of_known_enums(builtins: str) -> None:
     from ckpttool.converters.deepspeed import files as _deepspeed_files
-    from ckpttool.formats.sharded import stand_ins
+    from ckpttool.formats.sharded import make_stand_ins
 
     zero, torch_ = "deepspeed.runtime.zero.config", "torch.distributed._shard.sharded_tensor.metadata"
     for name, number in (("disabled", 0), ("optimizer_states", 1), ("gradients", 2), ("weights", 3)):
         data = by_name(zero, "ZeroStageEnum", name, builtins)
-        assert pickles.load(data, _deepspeed_files.stand_ins("x"), what="x")[0] == number
+        assert pickles.load(data, _deepspeed_files.list_pickle_stand_ins("x"), what="x")[0] == number
     data = by_name(torch_, "MEM_FORMAT_ENCODING", "TORCH_PRESERVE_FORMAT", builtins)
-    assert pickles.load(data, stand_ins("x"), what="x")[0] == 2
+    assert pickles.load(data, make_stand_ins("x"), what="x")[0] == 2
     for cls, member, tables in (
-        ("ZeroStageEnum", "__class__", _deepspeed_files.stand_ins("x")),
-        ("ZeroStageEnum", "mro", _deepspeed_files.stand_ins("x")),
+        ("ZeroStageEnum", "__class__", _deepspeed_files.list_pickle_stand_ins("x")),
+        ("ZeroStageEnum", "mro", _deepspeed_files.list_pickle_stand_ins("x")),
     ):
         with pytest.raises(Unsafe, match="getattr"):
             pickles.load(by_name(zero, cls, member, builtins), tables, what="x")
     with pytest.raises(Unsafe, match="getattr"):
-        pickles.load(by_name(torch_, "MEM_FORMAT_ENCODING", "__init__", builtins), stand_ins("x"), what="x")
-    for tables in ({}, stand_ins("x"), _deepspeed_files.stand_ins("x")):  # a user's own is a name
+        pickles.load(by_name(torch_, "MEM_FORMAT_ENCODING", "__init__", builtins), make_stand_ins("x"), what="x")
+    for tables in ({}, make_stand_ins("x"), _deepspeed_files.list_pickle_stand_ins("x")):  # a user's own is a name
         data = by_name("job", "Mode", "FAST", builtins)
         assert pickles.load(data, tables, what="x")[0] == Global("job", "Mode.FAST")
         for module, cls, member in (

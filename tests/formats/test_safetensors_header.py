@@ -44,7 +44,7 @@ def library(tensors: dict[str, tuple[str, tuple[int, ...]]], metadata: dict[str,
 
 def ours(tensors: dict[str, tuple[str, tuple[int, ...]]], metadata: dict[str, str] | None) -> bytes:
     rows = sorted(((n, d, s) for n, (d, s) in tensors.items()), key=lambda r: safetensors_header.sort_key(r[0], r[1]))
-    return safetensors_header.header(rows, metadata or {})
+    return safetensors_header.encode_header(rows, metadata or {})
 
 
 @given(st.dictionaries(NAMES, st.tuples(st.sampled_from(WHOLE), SHAPES), min_size=1, max_size=12), st.booleans())
@@ -68,7 +68,7 @@ def test_a_tensor_of_half_bytes_is_written_and_read_as_the_library_does(tmp_path
     whole = library({"w": ("float4_e2m1fn_x2", (2, 4))}, None)
     (tmp_path / "f").write_bytes(whole)
     with Source(tmp_path) as source:
-        (slot,) = safetensors_header.slots(source, "f").values()
+        (slot,) = safetensors_header.read_slots(source, "f").values()
     assert slot[:2] == ("float4_e2m1fn_x2", (2, 4)) and slot.length == 8
     assert whole.startswith(ours({"w": ("float4_e2m1fn_x2", (2, 4))}, None))
 
@@ -214,10 +214,10 @@ def test_what_was_written_is_opened_with_the_library(tmp_path: Path, monkeypatch
 def test_the_library_opens_every_dtype_that_is_written(tmp_path: Path, dtype: str) -> None:
     one = (1,) if dtype in PACKED else ()  # the format has no single number of four or six bits
     tensors = [("x", dtype, (2,)), ("one", dtype, one), ("empty", dtype, (0, 3))]
-    head = safetensors_header.header(tensors, {"format": "pt"})
+    head = safetensors_header.encode_header(tensors, {"format": "pt"})
     (tmp_path / "f.safetensors").write_bytes(head + bytes(3 * ITEMSIZE[dtype]))
     with Source(tmp_path) as source:
-        safetensors_header.open_with_library(source, ["f.safetensors", "other.bin"])
+        safetensors_header.check_with_library(source, ["f.safetensors", "other.bin"])
 
 
 def test_empty_tensors_anywhere_are_read(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_empty_tensors_anywhere_are_read(tmp_path: Path) -> None:
         file({"z": entry(0, 0, shape=(0, 3)), "a": entry(), "e": entry(4, 4, shape=(0,)), "__metadata__": None})
     )
     with Source(tmp_path) as source:
-        assert set(safetensors_header.slots(source, "f")) == {"z", "a", "e"}
+        assert set(safetensors_header.read_slots(source, "f")) == {"z", "a", "e"}
 
 
 @given(st.binary(max_size=40))

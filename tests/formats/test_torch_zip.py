@@ -150,7 +150,7 @@ def test_the_file_carries_the_crc_of_each_storage(dtype: str) -> None:
 
 def test_every_record_is_found_where_zipfile_finds_it() -> None:
     data = saved({"a": torch.ones(3), "b": torch.ones(50)})
-    found = zip_bytes.zip_records(lambda at, n: data[at : at + n], 0, len(data), "x")
+    found = zip_bytes.read_zip_records(lambda at, n: data[at : at + n], 0, len(data), "x")
     with zipfile.ZipFile(io.BytesIO(data)) as z:
         assert {i.filename.partition("/")[2] for i in z.infolist()} == set(found)
         for name, r in found.items():
@@ -334,22 +334,22 @@ def test_records_that_share_bytes_are_refused() -> None:
     out, entries = bytearray(), []
     for name, body in (("a/data.pkl", b"N."), ("a/x", b"12345678")):
         entries.append((name, len(out), len(body), zlib.crc32(body), False))
-        out += zip_bytes.local_header(name, len(body), zlib.crc32(body), len(out)) + body
+        out += zip_bytes.make_local_header(name, len(body), zlib.crc32(body), len(out)) + body
     name, at, size, crc, _ = entries[1]
-    assert read(bytes(out + zip_bytes.central_directory(entries, len(out)))) is None
-    twice = bytes(out + zip_bytes.central_directory([*entries, ("a/y", at, size, crc, False)], len(out)))
+    assert read(bytes(out + zip_bytes.make_central_directory(entries, len(out)))) is None
+    twice = bytes(out + zip_bytes.make_central_directory([*entries, ("a/y", at, size, crc, False)], len(out)))
     assert "overlaps another" in refusal(twice, Unsafe)
-    moved = bytes(out + zip_bytes.central_directory([entries[0], (name, at + 1, size, crc, False)], len(out)))
+    moved = bytes(out + zip_bytes.make_central_directory([entries[0], (name, at + 1, size, crc, False)], len(out)))
     assert "disagrees" in refusal(moved, Unsafe) or "overlaps" in refusal(moved, Unsafe)
-    longer = bytes(out + zip_bytes.central_directory([entries[0], (name, at, size + 9, crc, False)], len(out)))
+    longer = bytes(out + zip_bytes.make_central_directory([entries[0], (name, at, size + 9, crc, False)], len(out)))
     with pytest.raises((Corrupt, Unsafe)):
         read(longer)
 
 
 def test_a_zip64_field_longer_than_its_place_is_refused() -> None:
     body = b"N."
-    head = zip_bytes.local_header("a/data.pkl", len(body), zlib.crc32(body), 0) + body
-    good = zip_bytes.central_directory([("a/data.pkl", 0, len(body), zlib.crc32(body), False)], len(head))
+    head = zip_bytes.make_local_header("a/data.pkl", len(body), zlib.crc32(body), 0) + body
+    good = zip_bytes.make_central_directory([("a/data.pkl", 0, len(body), zlib.crc32(body), False)], len(head))
     entry, extra = bytearray(good[:-22]), struct.pack("<HHQ", 1, 16, 2)
     entry[30:32] = struct.pack("<H", len(extra))
     entry[20:28] = b"\xff" * 8
@@ -546,10 +546,10 @@ def big_zip(bodies: list[tuple[str, bytes, bool]], align: int = 64) -> bytes:
     for name, body, behind in bodies:
         crc = zlib.crc32(body)
         entries.append((name, len(out), len(body), crc, behind))
-        out += zip_bytes.local_header(name, len(body), None if behind else crc, len(out), align) + body
+        out += zip_bytes.make_local_header(name, len(body), None if behind else crc, len(out), align) + body
         if behind:
-            out += zip_bytes.data_descriptor(len(body), crc)
-    return bytes(out + zip_bytes.central_directory(entries, len(out)))
+            out += zip_bytes.make_data_descriptor(len(body), crc)
+    return bytes(out + zip_bytes.make_central_directory(entries, len(out)))
 
 
 NAMES = st.text("abcé日/._-0123", min_size=1, max_size=20).map(lambda s: "archive/x" + s.replace("/", "_"))
@@ -567,7 +567,7 @@ def test_records_that_we_write_zipfile_reads_and_each_is_aligned(
     with zipfile.ZipFile(io.BytesIO(data)) as z:
         assert z.testzip() is None
         assert {i.filename: z.read(i) for i in z.infolist()} == {n: b for n, b, _ in bodies}
-    found = zip_bytes.zip_records(lambda at, n: data[at : at + n], 0, len(data), "x")
+    found = zip_bytes.read_zip_records(lambda at, n: data[at : at + n], 0, len(data), "x")
     assert {"archive/" + n: data[r.offset : r.offset + r.length] for n, r in found.items()} == {
         n: b for n, b, _ in bodies
     }
@@ -581,7 +581,7 @@ def test_more_records_than_a_plain_zip_can_count_are_read_by_zipfile_and_by_us()
     data = big_zip([(f"archive/{i}", b"", False) for i in range(66_000)], 1)
     with zipfile.ZipFile(io.BytesIO(data)) as z:
         assert len(z.infolist()) == 66_000
-    assert len(zip_bytes.zip_records(lambda at, n: data[at : at + n], 0, len(data), "x")) == 66_000
+    assert len(zip_bytes.read_zip_records(lambda at, n: data[at : at + n], 0, len(data), "x")) == 66_000
 
 
 GIB = 1 << 30
@@ -601,12 +601,12 @@ def test_storages_of_four_gib_and_more_are_read_by_torch_zipfile_and_us(
         for key, size, body, crc in (("0", first_bytes, b"", 0), ("1", len(small), small, zlib.crc32(small))):
             at = f.tell()
             entries.append((f"archive/data/{key}", at, size, crc, behind))
-            f.write(zip_bytes.local_header(f"archive/data/{key}", size, None if behind else crc, at, 64))
+            f.write(zip_bytes.make_local_header(f"archive/data/{key}", size, None if behind else crc, at, 64))
             assert f.tell() % 64 == 0
             f.write(body) if body else f.seek(size, os.SEEK_CUR)
             if behind:
-                f.write(zip_bytes.data_descriptor(size, crc))
-        f.write(zip_bytes.central_directory(entries, f.tell()))
+                f.write(zip_bytes.make_data_descriptor(size, crc))
+        f.write(zip_bytes.make_central_directory(entries, f.tell()))
     with zipfile.ZipFile(path) as z:
         info = {i.filename: i for i in z.infolist()}
         assert info["archive/data/0"].file_size == first_bytes and z.read("archive/data/1") == small

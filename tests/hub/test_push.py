@@ -58,7 +58,7 @@ from ckpttool.errors import (
 from ckpttool.hub import client, hashing, model_card, screening
 from ckpttool.hub import push as pushing
 from ckpttool.hub.push import push
-from ckpttool.hub.virtual_files import VirtualFile, contents
+from ckpttool.hub.virtual_files import VirtualFile, make_contents
 from ckpttool.storage import answer_limits, hub_limits, retries
 from ckpttool.storage.buffers import IOBudget
 from ckpttool.storage.source import Source
@@ -121,7 +121,7 @@ def nothing_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("hashed again")
 
     monkeypatch.setattr(pushing, "hash_contents", never)
-    monkeypatch.setattr(hashing, "_hash", never)
+    monkeypatch.setattr(hashing, "_hash_content", never)
 
 
 # ------------------------------------------------------------------------------------------------------ what arrives
@@ -271,7 +271,7 @@ def test_a_virtual_file_is_the_file_from_any_offset(tmp_path: Path, case: str, d
     opened, draft = planned.opened, planned.draft
     dice = random.Random(case)
     with opened:
-        content = next(c for c in contents(opened, draft, IOBudget(1, 256 << 10)) if c.name == "model.safetensors")
+        content = next(c for c in make_contents(opened, draft, IOBudget(1, 256 << 10)) if c.name == "model.safetensors")
         seen: list[int] = []
         with VirtualFile(content, seen.append) as f:
             assert f.read() == wanted and f.read(5) == b"" and f.tell() == len(wanted)
@@ -301,7 +301,7 @@ def test_crc32s_are_compared_while_hashing_alone(monkeypatch: pytest.MonkeyPatch
     with opened:
         assert opened.checkpoint.records
         monkeypatch.setattr(record_crcs, "crc32", None)
-        with VirtualFile(next(c for c in contents(opened, draft, IOBudget(1)) if c.jobs)) as f:
+        with VirtualFile(next(c for c in make_contents(opened, draft, IOBudget(1)) if c.jobs)) as f:
             assert len(f.read()) == f.content.size
 
 
@@ -310,7 +310,7 @@ def test_seeking_reads_nothing_and_going_on_reads_nothing_twice(large: Path, mon
     opened, draft = planned.opened, planned.draft
     begun: list[int] = []
     with opened:
-        content = contents(opened, draft, IOBudget(1))[0]
+        content = make_contents(opened, draft, IOBudget(1))[0]
         blocks = content.blocks
         monkeypatch.setattr(content, "blocks", lambda *a: begun.append(a[0]) or blocks(*a))
         with VirtualFile(content) as f:
@@ -905,7 +905,7 @@ def test_a_card_on_a_branch_speaks_of_that_branch() -> None:
 def test_base_model(monkeypatch: pytest.MonkeyPatch, config: Any, adapter: Any, wanted: str | None) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
     facts = model_card.CardFacts("org/name", "1", "dcp", None, None, None, {}, {}, False, False, config, adapter)
-    assert model_card.base_model(facts) == wanted
+    assert model_card.find_base_model(facts) == wanted
 
 
 # ------------------------------------------------------------------------------------------------- what is never pushed
@@ -962,7 +962,7 @@ SECRETS = {
 @pytest.mark.parametrize("kind", SECRETS)
 def test_secrets_are_found(kind: str) -> None:
     data = SECRETS[kind].encode("latin-1")
-    found = screening.forbidden_kind(data)
+    found = screening.find_forbidden_kind(data)
     assert found is not None and (kind.startswith((found, "a URL with")) or found.startswith("what its key"))
     with pytest.raises(Unsafe, match=r"conf/x\.json seems to contain") as e:
         screening.refuse_forbidden([("conf/x.json", data)])
@@ -977,7 +977,7 @@ def test_pickles_are_found_by_content(protocol: int) -> None:
         with pytest.raises(Unsafe, match=r"tokenizer\.model is a pickle"):
             screening.refuse_forbidden([("tokenizer.model", pickle.dumps(thing, protocol))])
     calls = pickle.dumps(Path("x"), protocol)  # what follows is not read by pickle.load
-    assert screening.forbidden_kind(calls + b"\n{}\nand more") == "a pickle"
+    assert screening.find_forbidden_kind(calls + b"\n{}\nand more") == "a pickle"
 
 
 def test_archives_are_found() -> None:
@@ -1001,7 +1001,7 @@ def test_zips_of_torch_are_found() -> None:
     out = io.BytesIO()
     torch.save({"w": torch.zeros(2)}, out)
     for data in (out.getvalue(), zipped("archive/data.pkl"), zipped("x/data.pkl")[:60] + b"data.pkl"):
-        assert screening.forbidden_kind(data) == "a pickle"
+        assert screening.find_forbidden_kind(data) == "a pickle"
 
 
 ORDINARY = [
@@ -1026,7 +1026,7 @@ def test_ordinary_files_are_not_found() -> None:
     files = [p for p in FIXTURES.rglob("*.json") if p.parent.name in ("hf_ref", "ckpt", "ckpt_sharded")]
     assert len(files) > 10
     for data in [*ORDINARY, *(p.read_bytes() for p in files)]:
-        assert screening.forbidden_kind(data) is None, data[:200]
+        assert screening.find_forbidden_kind(data) is None, data[:200]
 
 
 def test_large_files_are_looked_through_quickly() -> None:
@@ -1048,7 +1048,7 @@ def test_large_files_are_looked_through_quickly() -> None:
         "(" * 9,
         "eyJ0b2tlbiI6",
     ):
-        assert screening.forbidden_kind((piece * (500_000 // len(piece))).encode()) is None
+        assert screening.find_forbidden_kind((piece * (500_000 // len(piece))).encode()) is None
 
 
 def test_an_adapter(hub: Hub, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def asked_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
             m.setattr(torch.Tensor, "contiguous", torch.Tensor.contiguous)  # which `_answer` replaces
             m.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(text)))
             try:
-                return hub_names._answer(argument)
+                return hub_names._compute_relation(argument)
             except Exception as e:
                 raise Corrupt(f"{type(e).__name__}: {e}") from None
 
@@ -273,7 +273,7 @@ def test_a_config_of_more_layers_than_weights_is_not_built(tmp_path: Path) -> No
     """transformers would build them all: 20 s of CPU for 200,000."""
     config = json.loads((FIXTURES / "hf_moe" / "ckpt" / "config.json").read_text()) | {"num_hidden_layers": 200_000}
     with pytest.raises(Unsupported, match=r"describes 200,000 layers for 1 weights; it is that of another model"):
-        hub_names.relate(config, {"w": (1,)})
+        hub_names.relate_to_hub(config, {"w": (1,)})
     shutil.copytree(FIXTURES / "hf_moe" / "ckpt", tmp_path / "ck")
     (tmp_path / "ck" / "config.json").write_text(json.dumps(config))
     ckpttool.verify(tmp_path / "ck")

@@ -31,8 +31,8 @@ def test_a_pattern_matches_what_it_matches_in_peft() -> None:
             theirs = other.get_pattern_key([pattern], module) == pattern
             assert lora._pattern_matches("rank_pattern", pattern, module) == theirs, (pattern, module)
     both = {"r": 8, "rank_pattern": {"q_proj": 2, "layers.1.self_attn.q_proj": 3}, "lora_alpha": 6}
-    assert lora.scaling(both, MODULES[0], 2) == 3.0  # the first that matches, in the order of the file
-    assert lora.scaling({**both, "use_rslora": True}, "lm_head", 8) == 6 / 8**0.5
+    assert lora.compute_scaling(both, MODULES[0], 2) == 3.0  # the first that matches, in the order of the file
+    assert lora.compute_scaling({**both, "use_rslora": True}, "lm_head", 8) == 6 / 8**0.5
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+b", "(a|a)*b", ".*.*.*.*.*b", "a" * 2000 + ".*", r"(\w+){9}"])
@@ -87,13 +87,13 @@ def test_the_rank_of_a_stack_is_that_of_one_of_its_matrices() -> None:
 
 def test_a_made_config_needs_the_matrices() -> None:
     with pytest.raises(Unsupported, match="has no lora_A"):
-        lora.make_config(names("base_model.model.q.lora_B.weight"), lora_alpha=4, rslora=False, base_model=None)
-    assert re.search(r'"lora_alpha": 4,', lora.encode_config(
-        lora.make_config(names("base_model.model.q.lora_A.weight"), lora_alpha=4.0, rslora=False, base_model=None)
+        lora.make_adapter_config(names("base_model.model.q.lora_B.weight"), lora_alpha=4, rslora=False, base_model=None)
+    assert re.search(r'"lora_alpha": 4,', lora.encode_adapter_config(
+        lora.make_adapter_config(names("base_model.model.q.lora_A.weight"), lora_alpha=4.0, rslora=False, base_model=None)
     ).decode())  # fmt: skip
     for stack in ("mlp.experts.base_layer", "mlp.experts"):
         with pytest.raises(Unsupported, match=r"which parameters .target_parameters. and with which rank"):
-            lora.make_config(names(f"{stack}.lora_A.weight"), lora_alpha=4, rslora=False, base_model=None)
+            lora.make_adapter_config(names(f"{stack}.lora_A.weight"), lora_alpha=4, rslora=False, base_model=None)
     with pytest.raises(Corrupt, match="cannot be multiplied"):
         lora_changes.plan_changes(
             {"": {"q.lora_A.weight": (3, 4), "q.lora_B.weight": (5, 2)}},

@@ -83,7 +83,7 @@ def asked_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         with monkeypatch.context() as m:
             m.setattr(torch.Tensor, "contiguous", torch.Tensor.contiguous)
             m.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(text)))
-            return hub_names._answer(argument)
+            return hub_names._compute_relation(argument)
 
     monkeypatch.setattr(hub_names, "run_in_child", here)
     hub_names._ask_child.cache_clear()

@@ -14,7 +14,7 @@ from ckpttool.errors import Corrupt
 from ckpttool.index.check import check
 from ckpttool.index.checkpoint import ITEMSIZE, NOT_TORCHS, Checkpoint, Chunk, Chunks, TensorEntry, Value, joined
 from ckpttool.index.fqns import rename_parameters
-from ckpttool.index.param_groups import names_by_group
+from ckpttool.index.param_groups import list_names_by_group
 from ckpttool.index.records import Extent
 
 
@@ -310,7 +310,7 @@ def test_groups_with_a_number_missing_list_no_names() -> None:
     for i in (0, 2):
         path = ("optim", "param_groups", i, "params")
         ckpt.values[joined(path)] = Value(path, [f"w{i}"])
-    assert names_by_group(ckpt) is None
+    assert list_names_by_group(ckpt) is None
     path = ("optim", "param_groups", 1, "params")
     ckpt.values[joined(path)] = Value(path, [])
-    assert names_by_group(ckpt) == (("w0",), (), ("w2",))
+    assert list_names_by_group(ckpt) == (("w0",), (), ("w2",))

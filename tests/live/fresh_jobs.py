@@ -278,16 +278,16 @@ def counted_twice() -> dict[str, Any]:
     """The loader of old: options are set before the step that creates state, which counts in the param groups."""
     from ckpttool.live import job_optimizers
 
-    create = job_optimizers.create_state
+    create = job_optimizers.create_optimizer_state
 
     def create_state(optimizer: Any, wanted: Any, plans: Any) -> None:
-        job_optimizers.remember_options = lambda groups: lambda: None
+        job_optimizers.make_options_restorer = lambda groups: lambda: None
         create(optimizer, wanted, plans)
         for group, stored in plans:
             group["lr"] = stored["lr"]
-        job_optimizers.set_options = lambda group, stored: copy.deepcopy(job_optimizers.loaded_options(group))
+        job_optimizers.set_options = lambda group, stored: copy.deepcopy(job_optimizers.select_loaded_options(group))
 
-    job_optimizers.create_state = create_state
+    job_optimizers.create_optimizer_state = create_state
     return schedule_free()
 
 

@@ -81,7 +81,7 @@ def hung_judge() -> Any:
     """Rank 0 trains, and never comes back from what judges the run: a stand-in for a file system that hangs only then."""
     from ckpttool.resume.compare import judge
 
-    judge.judge = lambda *_: time.sleep(1000)  # type: ignore[assignment,func-returns-value]
+    judge.judge_single_run = lambda *_: time.sleep(1000)  # type: ignore[assignment,func-returns-value]
     return job()
 
 

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 import ckpttool
 from ckpttool.engine.opening import OpenOptions
 from ckpttool.index.checkpoint import Checkpoint
-from ckpttool.live.shared_index import locate_together, look_together, open_alone
+from ckpttool.live.shared_index import locate_together, open_alone, open_index_together
 from ckpttool.storage.source import Source
 
 CALLS: Counter[str] = Counter()
@@ -55,7 +55,7 @@ def same_index(path: str, how: dict[str, Any]) -> list[str]:
     options = OpenOptions(**how)
     with open_alone(path, options) as alone:
         CALLS.clear()
-        with look_together(path, options)[0] as shared:
+        with open_index_together(path, options)[0] as shared:
             work = {k: CALLS[k] for k in ("list", "_open_file", "run") if CALLS[k]}
             a, b = parts(alone.checkpoint), parts(shared.checkpoint)
             out = [f"opened: {k}" for k in a if a[k] != b[k]]

@@ -22,7 +22,7 @@ from torch.optim import lr_scheduler as schedules
 import ckpttool
 from ckpttool.errors import Differs, DoesNotFit, UsageError
 from ckpttool.index.trees import nest
-from ckpttool.live.live_values import first_difference, fit_to_live, iterate_leaves, set_at
+from ckpttool.live.live_values import find_first_difference, fit_to_live, iterate_leaves, set_value_at
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
@@ -255,12 +255,12 @@ def test_the_next_update_is_that_of_torchs_own_load(kind: Any, where: str, tmp_p
     assert done.notes == []
     for job in (ours, theirs):
         if kind is not Dicts or job is ours or where == "full":  # dcp.load adds keys of text to those of integers
-            assert first_difference(job[1].state_dict(), trained[1].state_dict()) is None
+            assert find_first_difference(job[1].state_dict(), trained[1].state_dict()) is None
     update(*trained, 9)
     for job in (ours, theirs) if kind is not Dicts or where == "full" else (ours,):
         update(*job, 9)
-        assert first_difference(dict(job[0].state_dict()), dict(trained[0].state_dict())) is None
-        assert first_difference(job[1].state_dict(), trained[1].state_dict()) is None
+        assert find_first_difference(dict(job[0].state_dict()), dict(trained[0].state_dict())) is None
+        assert find_first_difference(job[1].state_dict(), trained[1].state_dict()) is None
 
 
 @pytest.mark.parametrize("zero", [True, False])
@@ -272,7 +272,7 @@ def test_the_step_that_creates_state_works_with_the_stored_options_or_with_those
     update(*trained, 1)
     trained[1].param_groups[0]["train_mode"] = not zero
     ckpttool.load(*ours, save("dcp", tmp_path, *trained))
-    assert first_difference(ours[1].state_dict(), trained[1].state_dict()) is None
+    assert find_first_difference(ours[1].state_dict(), trained[1].state_dict()) is None
     assert ours[1].param_groups[0]["k"] == 1 and len(ours[1].param_groups[0]["history"]) == 1
 
 
@@ -280,7 +280,7 @@ def test_the_stored_options_decide_which_state_there_is(tmp_path: Path) -> None:
     trained, ours = ((m := small(seed), torch.optim.AdamW(m.parameters(), amsgrad=seed == 1)) for seed in (0, 1))
     update(*trained, 1)
     ckpttool.load(*ours, save("dcp", tmp_path, *trained))
-    assert first_difference(ours[1].state_dict(), trained[1].state_dict()) is None
+    assert find_first_difference(ours[1].state_dict(), trained[1].state_dict()) is None
 
 
 def test_an_optimizer_with_other_lists_is_refused(tmp_path: Path) -> None:
@@ -315,9 +315,9 @@ def test_several_optimizers_are_loaded_as_torch_loads_them(where: str, tmp_path:
     for job in (trained, theirs, ours):
         update(*job, 9)
     for job in (theirs, ours):
-        assert first_difference(dict(job[0].state_dict()), dict(trained[0].state_dict())) is None
+        assert find_first_difference(dict(job[0].state_dict()), dict(trained[0].state_dict())) is None
         for mine, right in zip(job[1], trained[1], strict=True):
-            assert first_difference(mine.state_dict(), right.state_dict()) is None
+            assert find_first_difference(mine.state_dict(), right.state_dict()) is None
 
 
 def test_what_is_no_optimizer_and_a_parameter_of_two_are_refused(tmp_path: Path) -> None:
@@ -388,10 +388,10 @@ def test_extra_states_of_modules_are_loaded_as_torch_loads_them(name: str, where
     theirs, ours = scaled(copy.deepcopy(fresh)), scaled(copy.deepcopy(fresh))
     load_by_torch(path, *theirs)
     assert ckpttool.load(*ours, path).notes == []
-    assert first_difference(ours[0][1].extra, stored) is None
+    assert find_first_difference(ours[0][1].extra, stored) is None
     if not isinstance(stored, dict) or where == "full":  # dcp.load adds keys of text to those of integers
-        assert first_difference(theirs[0][1].extra, stored) is None
-    assert first_difference(dict(ours[0].state_dict()), dict(trained[0].state_dict())) is None
+        assert find_first_difference(theirs[0][1].extra, stored) is None
+    assert find_first_difference(dict(ours[0].state_dict()), dict(trained[0].state_dict())) is None
 
 
 def test_extra_states_of_another_size_and_of_one_side_alone(tmp_path: Path) -> None:
@@ -418,7 +418,7 @@ def test_a_module_that_has_no_extra_state_yet_gets_the_stored_one(tmp_path: Path
     trained, ours = scaled({"amax": torch.ones(3), "n": {"a": 1}}), scaled({})
     update(*trained, 1)
     ckpttool.load(*ours, save("dcp", tmp_path, *trained))
-    assert first_difference(ours[0][1].extra, {"amax": torch.ones(3), "n": {"a": 1}}) is None
+    assert find_first_difference(ours[0][1].extra, {"amax": torch.ones(3), "n": {"a": 1}}) is None
 
 
 # ---------------------------------------------------------------------------------------------------- the comparison
@@ -510,7 +510,7 @@ def test_what_dcp_flattens_is_again_what_the_live_object_has(tree: dict[str, Any
     except ckpttool.CkpttoolError:  # "a.b" beside {"a": {"b": ...}}
         return
     back = fit_to_live(stored, live)
-    assert first_difference(back, tree) is None and first_difference(tree, back) is None
+    assert find_first_difference(back, tree) is None and find_first_difference(tree, back) is None
     assert repr(back) == repr(tree)
 
 
@@ -521,8 +521,8 @@ def test_leaves_have_the_names_that_dcp_gives_them() -> None:
     found = {name: path for name, path, _ in iterate_leaves(live, flat)}
     assert found.keys() == flat.keys() - {"e"} and found["b.0.x"] == ("b", 0, "x")
     assert [n for n, _, _ in iterate_leaves({"d": (t(), 3)}, ())] == ["d.0", "d.1"]
-    set_at(live, ("d", 1), 8)
-    set_at(live, ("b", 0, "x"), 9)
+    set_value_at(live, ("d", 1), 8)
+    set_value_at(live, ("b", 0, "x"), 9)
     assert live["d"][1] == 8 and type(live["d"]) is tuple and live["b"] == {0: {"x": 9}}
 
 
@@ -535,8 +535,8 @@ def test_leaves_have_the_names_that_dcp_gives_them() -> None:
     ],
 )  # fmt: skip
 def test_differences_are_exact(live: Any, want: Any) -> None:
-    assert first_difference(live, want) is not None
-    assert first_difference(want, want) is None and first_difference(copy.deepcopy(live), live) is None
+    assert find_first_difference(live, want) is not None
+    assert find_first_difference(want, want) is None and find_first_difference(copy.deepcopy(live), live) is None
 
 
 def test_every_difference_is_a_line(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import ckpttool
-from ckpttool.resume.compare.judge import judge
+from ckpttool.resume.compare.judge import judge_single_run
 from ckpttool.resume.compare.verdict import Cause, Check
 from ckpttool.resume.diagnosis.causes import find_causes
 from ckpttool.resume.ranks.launch import launch_runs
@@ -152,12 +152,12 @@ def bare(trace: Trace) -> Trace:
 def verdict(runs: Runs, name: str, known: str, recorded: Trace, changed: Mapping[str, Any]) -> Verdict:
     """On the run `name`, against the run `known` and a recording; `changed` replaces fields of both references."""
     reference, got = replace(runs.traces[known], **changed), runs.traces[name]
-    checks = judge(reference, got).checks
+    checks = judge_single_run(reference, got).checks
     with ckpttool.open(runs.plan[known].source) as left, ckpttool.open(runs.plan[name].source) as right:
         found = find_causes(reference, got, checks, (left, right))
-    dynamic = judge(bare(reference), bare(got)).checks
+    dynamic = judge_single_run(bare(reference), bare(got)).checks
     trajectory = replace(recorded, **changed)
-    judged = judge(trajectory, got).checks
+    judged = judge_single_run(trajectory, got).checks
     return Verdict(checks, found, dynamic, judged, find_causes(trajectory, got, judged))
 
 

@@ -14,13 +14,13 @@ from live.after_job import GLOBAL, MICRO, SAVED, SEQUENCE, STEPS
 from peers import REPOSITORY
 from ranks import torchrun
 
-from ckpttool.resume.compare.judge import judge
+from ckpttool.resume.compare.judge import judge_single_run
 from ckpttool.resume.compare.not_verified import list_not_verified
 from ckpttool.resume.compare.verdict import Check
 from ckpttool.resume.diagnosis.causes import find_causes
 from ckpttool.resume.request import RunSettings
 from ckpttool.resume.trace.model import Trace, read_reference
-from ckpttool.resume.trace.state_after import copy_schedule, read_rates, walk_schedule
+from ckpttool.resume.trace.state_after import copy_scheduler, decode_rates, step_scheduler_ahead
 
 pytestmark = pytest.mark.live
 
@@ -81,7 +81,7 @@ def test_what_no_step_shows_is_seen_after_the_last_one_and_called_by_its_name(na
     for reference in (made.recorded(2), made.runs.traces["2 to 2"]):
         if reference.layout is None and name == "momentum":
             continue  # a checkpoint holds the statistics of one rank, which may be another than the first
-        checks = judge(reference, got).checks
+        checks = judge_single_run(reference, got).checks
         assert failed(checks).keys() >= names, failed(checks)
         assert failed(checks).keys() == names or name == "unbalanced"  # whose tokens go to other experts
         causes = find_causes(reference, got, checks)
@@ -89,21 +89,21 @@ def test_what_no_step_shows_is_seen_after_the_last_one_and_called_by_its_name(na
 
 
 def test_running_statistics_are_seen_on_one_rank_as_well(made: Made) -> None:
-    checks = judge(made.recorded(1), made.runs.traces["momentum alone"]).checks
+    checks = judge_single_run(made.recorded(1), made.runs.traces["momentum alone"]).checks
     assert failed(checks).keys() == {"after.buffers"}
 
 
 def test_a_bit_that_no_sketch_shows_is_seen_between_two_runs_whose_steps_are_bit_equal(made: Made) -> None:
     reference = made.runs.traces["2 to 2"]
-    sound = by_name(judge(reference, reference).checks)
+    sound = by_name(judge_single_run(reference, reference).checks)
     assert all("bit-equal after the last step" in sound[f"after.{n}"].text for n in ("weights", "optimizer"))
     for kind in ("model.", "optim."):
         name = next(n for n in reference.final if n.startswith(kind) and not n.endswith("step"))
         got = replace(reference, final={**reference.final, name: "another"})
-        found = failed(judge(reference, got).checks)
+        found = failed(judge_single_run(reference, got).checks)
         assert list(found) == [{"model.": "after.weights", "optim.": "after.optimizer"}[kind]] and name in str(found)
     # a recording has no fingerprints of its last step, and does not say that anything is bit-equal
-    checks = by_name(judge(made.recorded(2), reference).checks)
+    checks = by_name(judge_single_run(made.recorded(2), reference).checks)
     assert checks["after.weights"].verdict == "pass" and "by sketches" in checks["after.weights"].text
 
 
@@ -114,7 +114,7 @@ def test_a_sound_run_raises_no_alarm_and_what_depends_on_the_ranks_is_not_compar
 ) -> None:
     got = made.runs.traces[f"{saved} to {world}"]
     for reference in (made.recorded(saved), made.runs.traces[f"{saved} to {saved}"]):
-        checks = by_name(judge(reference, got).checks)
+        checks = by_name(judge_single_run(reference, got).checks)
         assert failed(list(checks.values())) == {}
         after = {n: c.verdict for n, c in checks.items() if n.startswith("after.")}
         loose = after.pop("after.buffers") == "not comparable"
@@ -133,7 +133,7 @@ def test_a_sound_run_raises_no_alarm_and_what_depends_on_the_ranks_is_not_compar
 def test_a_recording_that_ends_with_the_save_leaves_the_state_after_the_steps_unverified(made: Made) -> None:
     got = made.runs.traces["2 to 2"]
     reference = read_reference(made.folder / "recorded-2.jsonl", SAVED)
-    checks = by_name(judge(reference, got).checks)
+    checks = by_name(judge_single_run(reference, got).checks)
     assert reference.after["step"] == SAVED
     assert {checks[f"after.{n}"].verdict for n in ("weights", "optimizer", "buffers", "counters", "groups")} == {
         "not comparable"
@@ -141,15 +141,15 @@ def test_a_recording_that_ends_with_the_save_leaves_the_state_after_the_steps_un
     assert checks["after.schedule"].verdict == "pass"
     assert any("Recorder.state(15) does" in line for line in list_not_verified(reference, got, [*checks.values()]))
     old = replace(reference, after={}, schedule={})
-    assert not failed(judge(old, got).checks)
-    assert by_name(judge(old, got).checks)["after.schedule"].verdict == "not comparable"
+    assert not failed(judge_single_run(old, got).checks)
+    assert by_name(judge_single_run(old, got).checks)["after.schedule"].verdict == "not comparable"
 
 
 def test_without_updates_no_copy_of_the_parameters_is_made_and_their_checks_say_so(made: Made) -> None:
     reference, got = made.runs.traces["1 to 1"], made.runs.traces["without updates"]
     assert [m["measuring_bytes"] for m in got.memory] == [0]
     assert reference.memory[0]["measuring_bytes"] == 4 * (reference.parameters or 0)
-    checks = by_name(judge(reference, got).checks)
+    checks = by_name(judge_single_run(reference, got).checks)
     assert not failed(list(checks.values()))
     for name in ("step1.update_norm", "step1.worst_update", "step1.update_direction"):
         assert checks[name].verdict == "not comparable" and "updates" in checks[name].text
@@ -169,15 +169,15 @@ def test_a_copy_of_a_scheduler_walks_ahead_and_the_training_does_not_notice() ->
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         scheduler: Any = make(optimizer)
         before = repr((scheduler.state_dict(), optimizer.state_dict()))
-        copied = copy_schedule(scheduler, model, optimizer)
+        copied = copy_scheduler(scheduler, model, optimizer)
         assert not isinstance(copied, str)
-        record = walk_schedule(*copied, 0)
+        record = step_scheduler_ahead(*copied, 0)
         assert repr((scheduler.state_dict(), optimizer.state_dict())) == before, name
-        (rates,) = read_rates(record)
+        (rates,) = decode_rates(record)
         assert len(rates) == (51 if name == "one cycle" else 1000) and ("stopped" in record) == (name == "one cycle")
         for rate in rates[:40]:
             assert rate == optimizer.param_groups[0]["lr"], name
             optimizer.step()
             scheduler.step()
     plateau = of.ReduceLROnPlateau(torch.optim.SGD(model.parameters(), lr=0.1))
-    assert "needs a metric" in str(copy_schedule(plateau, model, plateau.optimizer))
+    assert "needs a metric" in str(copy_scheduler(plateau, model, plateau.optimizer))

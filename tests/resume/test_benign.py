@@ -33,8 +33,8 @@ from spoiling import Spoil, slot, weight, zero
 
 import ckpttool
 from ckpttool.resume.compare.bounds import SIGNALS, choose_column
-from ckpttool.resume.compare.differences import in_stored_dtypes
-from ckpttool.resume.compare.judge import judge
+from ckpttool.resume.compare.differences import with_stored_dtypes
+from ckpttool.resume.compare.judge import judge_single_run
 from ckpttool.resume.compare.misfit import describe_misfit
 from ckpttool.resume.compare.not_verified import list_not_verified
 from ckpttool.resume.compare.verdict import Report
@@ -302,7 +302,7 @@ def test_nothing_is_said_of_a_run_in_which_nothing_is_wrong(
             continue  # which was recorded in fp32
         if reference is recording and run.build == "noisy":
             continue  # which was recorded without noise
-        checks = judge(reference, got, profile).checks
+        checks = judge_single_run(reference, got, profile).checks
         failed = {c.name: c.text for c in checks if c.verdict == "fail"}
         if run.build == "regrouped":
             # a scheduler has the rates of its groups in the order of the save; at the turn of the cosine they are used
@@ -320,7 +320,7 @@ def numbers_of(trace: Trace) -> Trace:
 @pytest.mark.parametrize("name", low_faults())
 def test_updates_of_bf16_parameters_still_show_what_is_wrong_with_moments(name: str, done: Runs) -> None:
     reference = done.traces[reference_of(Run(LOW))]
-    checks = judge(numbers_of(reference), numbers_of(done.traces[name])).checks
+    checks = judge_single_run(numbers_of(reference), numbers_of(done.traces[name])).checks
     by_name = {c.name: c for c in checks}
     assert choose_column("strict", reference, done.traces[name]) == "bf16 parameters"
     assert name_of(first(checks)) == low_faults()[name][1], [f"{c.name} {c.number}" for c in checks]
@@ -334,7 +334,7 @@ def test_rounded_weights_pass_where_that_is_allowed_and_a_fault_on_top_has_its_n
 ) -> None:
     label = f"{job}, rounded: {name}"
     reference, got = done.traces[reference_of(Run(job))], done.traces[label]
-    checks = judge(reference, got, "relaxed").checks
+    checks = judge_single_run(reference, got, "relaxed").checks
     kind = relaxed_faults(*RELAXED[job])[name][1]
     by_name = {c.name: c for c in checks}
     if not kind:
@@ -344,7 +344,7 @@ def test_rounded_weights_pass_where_that_is_allowed_and_a_fault_on_top_has_its_n
     assert name_of(first(checks)) == "state.digests"
     sources = done.plan[reference_of(Run(job))].source, done.plan[label].source
     with ckpttool.open(sources[0]) as left, ckpttool.open(sources[1]) as right:
-        found = find_causes(*in_stored_dtypes(reference, got), checks, (left, right))
+        found = find_causes(*with_stored_dtypes(reference, got), checks, (left, right))
     assert found[0].kind == kind, [c.text for c in found]
     assert found[0].tensors == [f"model.{RELAXED[job][name == 'norm reset']}"]
 
@@ -440,7 +440,7 @@ def test_nothing_is_said_of_a_job_of_ones_own_in_which_nothing_is_wrong(name: st
     """BatchNorm, a loss that counts its own tokens (also in bf16), two optimizers, lists in their state, extra states."""
     got = own.traces[f"{name} {world}"]
     for reference in references_of(name, own):
-        checks = judge(reference, got).checks
+        checks = judge_single_run(reference, got).checks
         assert [f"{c.name}: {c.text}" for c in checks if c.verdict == "fail"] == []
         judged = {c.name for c in checks if c.verdict == "pass"}
         assert {
@@ -465,7 +465,7 @@ def test_nothing_is_said_of_a_job_of_ones_own_in_which_nothing_is_wrong(name: st
 def test_bf16_with_a_loss_of_its_own_is_judged_by_the_narrow_bounds(own: Runs) -> None:
     recording, run = references_of("translation16", own)
     assert choose_column("strict", recording, run) == "bf16, micro-batch held"
-    assert {c.bound for c in judge(recording, run).checks if c.name == "step1.grad_norm"} == {1e-6}
+    assert {c.bound for c in judge_single_run(recording, run).checks if c.name == "step1.grad_norm"} == {1e-6}
     assert [s.tokens for s in run.steps] == [12 * 12] * 3, "every label counts, and the usual count is 11 of 12"
 
 
@@ -474,7 +474,7 @@ def test_tensors_of_samples_that_differ_are_named(build: str, own: Runs) -> None
     name, key = OTHER_INPUTS[build]
     for reference in references_of(name, own):
         got = own.traces[build]
-        checks = judge(reference, got).checks
+        checks = judge_single_run(reference, got).checks
         check = next(c for c in checks if c.name == "step1.batch")
         assert check.verdict == "fail" and check.text.startswith(f"{key} of the samples differs"), check.text
         (cause,) = find_causes(reference, got, checks)
@@ -485,7 +485,7 @@ def test_tensors_of_samples_that_differ_are_named(build: str, own: Runs) -> None
 def test_what_the_files_of_a_job_of_ones_own_have_lost_is_found(what: str, own: Runs) -> None:
     name, _, wanted, text = spoiled_own()[what]
     for reference in references_of(name, own):
-        checks = judge(reference, own.traces[what]).checks
+        checks = judge_single_run(reference, own.traces[what]).checks
         check = first(checks)
         assert check is not None and check.name == wanted and text in check.text, check
         causes = find_causes(reference, own.traces[what], checks)
@@ -498,7 +498,7 @@ def test_an_option_with_which_the_step_fails_is_the_cause(own: Runs) -> None:
     got = own.traces["an option with which a step fails"]
     assert got.stopped is not None and "ZeroDivisionError" in got.stopped and got.steps == []
     for reference in references_of("soap", own):
-        checks = judge(reference, got).checks
+        checks = judge_single_run(reference, got).checks
         assert [c.name for c in checks if c.verdict == "fail"] == ["config.groups", "run.completed"]
         causes = find_causes(reference, got, checks)
         assert [c.kind for c in causes] == ["option-precondition-frequency", "step-failed"]
@@ -509,7 +509,7 @@ def test_an_optimizer_that_cannot_train_shards_is_the_fault_of_the_job(own: Runs
     got = own.traces["adafactor"]
     recording = Trace(start=1, state={n: (d, s, "ab") for n, (d, s, _) in got.state.items()})
     for reference in (got, recording, None):
-        report = Report(got, reference, "strict", judge(reference, got).checks)
+        report = Report(got, reference, "strict", judge_single_run(reference, got).checks)
         assert (report.word, report.exit_code) == ("does not fit", 12)
     text = describe_misfit(got)
     assert text.startswith(
@@ -542,7 +542,7 @@ def test_the_largest_deviations(done: Runs, zoo_original: Zoo, herd: Herd) -> No
     for name, run in CHOSEN.items():
         for reference in (recording_of(run, zoo_original, herd), done.traces[reference_of(run)]):
             of = choose_column("standard" if run.standard else "strict", reference, done.traces[name])
-            for check in judge(reference, done.traces[name])[0]:
+            for check in judge_single_run(reference, done.traces[name])[0]:
                 if check.number is not None and check.name.partition(".")[2] in (
                     *SIGNALS,
                     "logits",

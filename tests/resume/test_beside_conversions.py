@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool.resume.compare.judge import judge
+from ckpttool.resume.compare.judge import judge_single_run
 from ckpttool.resume.compare.verdict import Check
 from ckpttool.resume.trace.model import Trace
 from ckpttool.resume.trace.side_state import collect_side_state
@@ -67,7 +67,7 @@ def trace_of(path: Path) -> Trace:
 
 
 def checks(reference: Trace, got: Trace) -> dict[str, Check]:
-    return {c.name: c for c in judge(reference, got)[0] if c.name in CHECKS}
+    return {c.name: c for c in judge_single_run(reference, got)[0] if c.name in CHECKS}
 
 
 @pytest.fixture(scope="module")

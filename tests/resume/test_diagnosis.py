@@ -26,19 +26,19 @@ from resume.test_judge import (
 
 import ckpttool
 from ckpttool.engine.tensor_faults.tensor_kinds import TensorKind
-from ckpttool.resume.compare.judge import judge
+from ckpttool.resume.compare.judge import judge_single_run
 from ckpttool.resume.compare.verdict import Cause
 from ckpttool.resume.diagnosis import causes as rules
 from ckpttool.resume.diagnosis import files as inspection
 from ckpttool.resume.diagnosis.causes import find_causes
-from ckpttool.resume.diagnosis.files import place_of
+from ckpttool.resume.diagnosis.files import describe_element_place
 from ckpttool.resume.diagnosis.kinds import CauseKind, list_kinds
-from ckpttool.resume.text import readable_name
+from ckpttool.resume.text import to_readable_name
 from ckpttool.resume.trace.model import Trace
 
 
 def blamed(reference: Trace | None, got: Trace, **how: Any) -> list[Cause]:
-    checks = judge(reference, got).checks
+    checks = judge_single_run(reference, got).checks
     return find_causes(reference, got, checks, **how)
 
 
@@ -443,11 +443,11 @@ def test_steps_of_zero_are_blamed_without_a_reference() -> None:
 
 def test_names_are_spoken_as_people_do() -> None:
     assert (
-        readable_name("optim.state.model.layers.1.self_attn.q_proj.weight.exp_avg")
+        to_readable_name("optim.state.model.layers.1.self_attn.q_proj.weight.exp_avg")
         == "layer 1, self_attn.q_proj, exp_avg"
     )
-    assert readable_name("model.model.embed_tokens.weight") == "embed_tokens"
-    assert readable_name("model.transformer.h.11.attn.c_attn.bias") == "layer 11, attn.c_attn.bias"
+    assert to_readable_name("model.model.embed_tokens.weight") == "embed_tokens"
+    assert to_readable_name("model.transformer.h.11.attn.c_attn.bias") == "layer 11, attn.c_attn.bias"
 
 
 # ------------------------------------------------------------------------------------------------------- with the files
@@ -585,8 +585,8 @@ def test_tensors_that_were_not_read_are_not_said_to_be_like_others_of_two_kinds(
 def test_the_place_of_an_element_is_that_of_its_chunk(tmp_path: Path) -> None:
     with files(tmp_path, "a") as a:
         ckpt = a.locate()
-        assert place_of(ckpt, "model.nothing", 0) is None
-        text = place_of(ckpt, "model.lm_head.weight", 200 * 64 + 1) or ""
+        assert describe_element_place(ckpt, "model.nothing", 0) is None
+        text = describe_element_place(ckpt, "model.lm_head.weight", 200 * 64 + 1) or ""
     assert text.startswith("__3_0.distcp")
     assert "(rank 3's shard, [192:256, 0:64] of [256, 64])" in text
 
@@ -595,7 +595,7 @@ def test_the_byte_of_an_element_in_a_chunk_that_is_not_row_major(tmp_path: Path)
     w = torch.arange(12.0).reshape(3, 4)
     torch.save({"model": {"w": w.t(), "v": w}}, tmp_path / "a.pt")
     with ckpttool.open(tmp_path / "a.pt") as opened:
-        text = place_of(opened.locate(), "model.w", 4) or ""  # w.t()[1, 1] == 5
+        text = describe_element_place(opened.locate(), "model.w", 4) or ""  # w.t()[1, 1] == 5
     byte = int(text.split("at byte ")[1].split()[0])
     assert np.frombuffer((tmp_path / "a.pt").read_bytes()[byte : byte + 4], "<f4")[0] == 5.0
 
@@ -633,7 +633,7 @@ def test_names_of_files_tell_ranks_where_they_do(case: str, rank: bool) -> None:
     with opened:
         ckpt = opened.locate()
         names = [n for n, t in ckpt.tensors.items() if t.numel > 1 and (not rank or n.startswith("optim.state."))]
-        places = [place_of(ckpt, n, 0) for n in names]
+        places = [describe_element_place(ckpt, n, 0) for n in names]
     assert all(places)
     assert ("rank " in "".join(map(str, places))) is rank
 

@@ -13,7 +13,7 @@ from resume.test_judge import FQNS, edit_state, job, shape_of
 
 import ckpttool
 from ckpttool.resume.compare.verdict import Cause
-from ckpttool.resume.trace.side_state import mark_array
+from ckpttool.resume.trace.side_state import make_array_mark
 
 Tree = dict[str, Any]
 
@@ -378,7 +378,7 @@ def test_a_file_with_everything_in_it_is_no_cause(tmp_path: Path) -> None:
 def test_zeros_are_zeros_and_not_the_bytes_of_another_tensor(other: str, original: Any, tmp_path: Path) -> None:
     """Zero points of a quantised layer, and the zeros of a LoRA, have the fingerprint of any zeros."""
     name, shape = f"optim.state.{FQNS[1]}.exp_avg_sq", shape_of(FQNS[1])
-    nothing = mark_array(torch.zeros(shape))
+    nothing = make_array_mark(torch.zeros(shape))
     reference, got = job(), job()
     for trace in (reference, got):
         trace.state[other] = ("int8" if other.endswith("zeros") else "float32", shape, nothing[2])

@@ -36,7 +36,7 @@ from spoiling import Fault, one_of_each_kind
 
 import ckpttool
 from ckpttool.resume.compare.bounds import choose_column
-from ckpttool.resume.compare.judge import judge, measure_noise
+from ckpttool.resume.compare.judge import judge_single_run, measure_noise
 from ckpttool.resume.compare.side_state_differences import compare_side_state
 from ckpttool.resume.compare.verdict import Report
 from ckpttool.resume.request import RunSettings
@@ -155,7 +155,7 @@ def test_a_fault_is_seen_first_where_it_should_be_and_called_by_its_name(
 @pytest.mark.parametrize("name", CHOSEN_IN_BF16)
 def test_in_bf16_with_the_micro_batch_held_numbers_show_what_they_show_in_fp32(name: str, faulty: Runs) -> None:
     reference, got = faulty.traces["job, bf16"], faulty.traces[f"{name}, bf16"]
-    checks = judge(bare(reference), bare(got)).checks
+    checks = judge_single_run(bare(reference), bare(got)).checks
     assert name_of(first(checks)) == IN_BF16[name]
 
 
@@ -254,7 +254,7 @@ def test_a_run_with_nothing_wrong_passes_against_the_recorded_trajectory(
     name: str, benign: Runs, original: Llama
 ) -> None:
     reference = original.recorded("tied" if "tied" in name else "bf16" if "bf16" in name else "reference")
-    checks = judge(reference, benign.traces[name]).checks
+    checks = judge_single_run(reference, benign.traces[name]).checks
     assert [f"{c.name}: {c.text}" for c in checks if c.verdict == "fail"] == []
     judged = {c.name for c in checks if c.verdict == "pass"}
     assert {"state.digests", "step1.loss", "step1.worst_update", "steps.loss", "config.groups"} <= judged
@@ -268,14 +268,14 @@ def test_a_run_with_nothing_wrong_passes_against_the_original_at_another_world_s
         reference = benign.traces["3: bf16" if name != "3: bf16" else "1: bf16"]
     else:
         reference = faulty.traces["tied" if "tied" in name else "config" if benign.plan[name].job is None else "job"]
-    checks = judge(reference, benign.traces[name]).checks
+    checks = judge_single_run(reference, benign.traces[name]).checks
     assert [f"{c.name}: {c.text}" for c in checks if c.verdict == "fail"] == []
     if "12 rows" not in name:  # whose probe is of other rows
         assert "probe.logits" in {c.name for c in checks if c.verdict == "pass"}
 
 
 def test_weights_alone_pass_from_hf_to_dcp(benign: Runs) -> None:
-    checks = judge(benign.traces["1: weights in hf"], benign.traces["1: weights in dcp"]).checks
+    checks = judge_single_run(benign.traces["1: weights in hf"], benign.traces["1: weights in dcp"]).checks
     assert [f"{c.name}: {c.text}" for c in checks if c.verdict == "fail"] == []
     assert {"state.digests", "probe.logits", "steps.loss"} <= {c.name for c in checks if c.verdict == "pass"}
 
@@ -294,7 +294,7 @@ def test_calibration_between_two_accumulations_leaves_the_bounds_as_sharp_as_the
     found = measure_noise(benign.traces["1: fp32"], benign.traces["1: fp32, 12 rows a pass"])
     assert "probe.logits" not in found, "another number of rows is another probe"
     assert max(found.values()) < 1e-5
-    checks = judge(benign.traces["4: fp32"], benign.traces["1: fp32"], "strict", found).checks
+    checks = judge_single_run(benign.traces["4: fp32"], benign.traces["1: fp32"], "strict", found).checks
     assert not [c.name for c in checks if c.verdict == "fail"]
 
 

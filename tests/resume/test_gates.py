@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpttool.resume.compare.limits import PEAKS, check_gates, compute_metrics, peak_flops
+from ckpttool.resume.compare.limits import PEAKS, check_gates, compute_metrics, find_peak_flops
 from ckpttool.resume.compare.verdict import Report
 from ckpttool.resume.report.facts import describe_load_costs
 from ckpttool.resume.trace.model import Step, Trace
@@ -58,7 +58,7 @@ def run(**fields: object) -> Trace:
     ],
 )
 def test_a_device_has_the_peak_of_its_data_sheet_or_none(name: str | None, flops: float | None) -> None:
-    assert peak_flops(name) == flops
+    assert find_peak_flops(name) == flops
 
 
 def test_every_peak_says_where_it_is_published() -> None:

@@ -24,7 +24,7 @@ from sampling import sample
 from spoiling import Spoil, State, one_of_each_kind
 
 import ckpttool
-from ckpttool.resume.compare.judge import judge
+from ckpttool.resume.compare.judge import judge_single_run
 from ckpttool.resume.trace.model import Trace, read_reference
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
@@ -109,7 +109,7 @@ def test_each_fault_of_the_third_suite_has_its_verdict(name: str, hybrid: Runs, 
 def test_nothing_is_said_of_what_is_no_fault(name: str, hybrid: Runs, hybrid_original: Zoo) -> None:
     references = [hybrid_original.recorded("reference")] + [hybrid.traces[JOB]] * (name != JOB)
     for reference in references:
-        checks = judge(reference, hybrid.traces[name]).checks
+        checks = judge_single_run(reference, hybrid.traces[name]).checks
         assert not [(c.name, c.text) for c in checks if c.verdict == "fail"]
         passed = {c.name for c in checks if c.verdict == "pass"}
         assert {"state.digests", "config.scheduler", "probe.logits", "step1.update_norm", "after.buffers"} <= passed

@@ -20,19 +20,19 @@ from hypothesis import strategies as st
 from ckpttool.errors import CkpttoolError, UsageError
 from ckpttool.resume.compare.bounds import COLUMNS, PROFILES, choose_bounds, choose_column
 from ckpttool.resume.compare.differences import (
-    are_alike,
-    config_differences,
-    ignored_config_keys,
-    ignored_options,
-    rates_by_group,
-    relative_deviation,
+    are_equal_values,
+    compute_relative_deviation,
+    find_model_config_differences,
+    list_ignored_config_keys,
+    list_ignored_options,
+    pair_learning_rates,
 )
-from ckpttool.resume.compare.judge import ORDER, judge, judge_runs, measure_noise
+from ckpttool.resume.compare.judge import ORDER, judge_runs, judge_single_run, measure_noise
 from ckpttool.resume.compare.verdict import Check, Report
 from ckpttool.resume.text import describe_changes
 from ckpttool.resume.trace.model import Step, Trace, trace_to_json
 from ckpttool.resume.trace.sketches import WIDE, decode_sketches, encode_sketches
-from ckpttool.resume.trace.state_after import walk_schedule
+from ckpttool.resume.trace.state_after import step_scheduler_ahead
 from ckpttool.resume.verify import Outcome, _refuse_failed_job
 
 LAYERS = 4
@@ -123,7 +123,7 @@ def job(start: int = 300, steps: int = 10, *, first: int | None = None, **fields
         "scalars": {n: float(last) for n in scalars}, "groups": groups,
     }  # fmt: skip
     ahead = Follower(groups)
-    out.schedule = walk_schedule(ahead, ahead.groups, last)
+    out.schedule = step_scheduler_ahead(ahead, ahead.groups, last)
     for key, value in fields.items():
         setattr(out, key, value)
     return out
@@ -171,7 +171,7 @@ def with_probe(trace: Trace, path: Path, logits: np.ndarray) -> Trace:
 
 
 def verdicts(reference: Trace | None, got: Trace, profile: str = "strict", **how: Any) -> dict[str, str]:
-    return {c.name: c.verdict for c in judge(reference, got, profile, **how)[0]}
+    return {c.name: c.verdict for c in judge_single_run(reference, got, profile, **how)[0]}
 
 
 def failing(reference: Trace | None, got: Trace, profile: str = "strict", **how: Any) -> set[str]:
@@ -179,12 +179,12 @@ def failing(reference: Trace | None, got: Trace, profile: str = "strict", **how:
 
 
 def one(name: str, reference: Trace | None, got: Trace, profile: str = "strict", **how: Any) -> Check:
-    return next(c for c in judge(reference, got, profile, **how)[0] if c.name == name)
+    return next(c for c in judge_single_run(reference, got, profile, **how)[0] if c.name == name)
 
 
 def test_a_trace_against_itself_passes_everything(tmp_path: Path) -> None:
     a = with_probe(job(), tmp_path / "p.npy", np.eye(8))
-    checks, envelope = judge(a, copy.deepcopy(a))[:2]
+    checks, envelope = judge_single_run(a, copy.deepcopy(a))[:2]
     assert [c.name for c in checks] == [n for n in ORDER if n != "run.completed"], "of a run that fails in a step"
     assert {c.verdict for c in checks} == {"pass"}, [c for c in checks if c.verdict != "pass"]
     assert {c.number for c in checks if c.stage in ("probe", "step 1", "steps")} <= {0.0, None}
@@ -229,7 +229,7 @@ def test_whatever_is_known_a_trace_against_itself_never_fails(seed: int, profile
         ):
             if chance.random() < 0.3:
                 setattr(s, key, getattr(Step(0, 0.0), key))
-    checks = judge(a, copy.deepcopy(a), profile).checks
+    checks = judge_single_run(a, copy.deepcopy(a), profile).checks
     made = [c.name for c in checks]
     assert made == [n for n in ORDER if n in made] and set(ORDER) - set(made) <= {
         "state.values",
@@ -241,7 +241,7 @@ def test_whatever_is_known_a_trace_against_itself_never_fails(seed: int, profile
 
 
 def test_without_a_reference_only_what_the_run_shows_by_itself_is_judged() -> None:
-    checks, envelope = judge(None, job())[:2]
+    checks, envelope = judge_single_run(None, job())[:2]
     assert [c.name for c in checks] == [
         "state.loaded", "state.plausible", "state.values", "probe.ranks", "run.ranks", "run.finite", "run.spike", "run.dead",
         "roundtrip.state",
@@ -381,7 +381,7 @@ def test_noise_grows_after_the_tenth_step_and_so_do_bounds() -> None:
     b.steps[8].loss *= 1 + 9e-6
     assert failing(a, b) == {"steps.loss"}
     assert one("steps.loss", a, b).where == "step 309"
-    assert judge(a, b)[1]["loss"][49] == pytest.approx(1e-5)
+    assert judge_single_run(a, b)[1]["loss"][49] == pytest.approx(1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------------- faults
@@ -802,9 +802,9 @@ def test_a_number_that_another_layout_holds_as_a_tensor_is_the_same_number() -> 
 
     a, b = job(), job()
     del b.values["scaler.scale"]
-    b.others["scaler.scale"] = beside.mark_array(torch.tensor(65536.0))
+    b.others["scaler.scale"] = beside.make_array_mark(torch.tensor(65536.0))
     assert one("config.scaler", a, b).verdict == "pass"
-    b.others["scaler.scale"] = beside.mark_array(torch.tensor(32768.0))
+    b.others["scaler.scale"] = beside.make_array_mark(torch.tensor(32768.0))
     assert "scaler.scale is float32 [] and was 65536.0" in one("config.scaler", a, b).text
 
 
@@ -830,29 +830,29 @@ def test_text_that_looks_like_a_tag_is_text() -> None:
 
 
 def test_values_are_alike_whatever_holds_them_but_true_is_not_one() -> None:
-    assert are_alike((0.9, [1, "a"]), [0.9, (1.0, "a")])
-    assert are_alike({"a": math.nan}, {"a": math.nan})
-    assert not are_alike(True, 1)
-    assert not are_alike([1], [1, 2])
-    assert not are_alike({"a": 1}, {"a": 1, "b": 2})
+    assert are_equal_values((0.9, [1, "a"]), [0.9, (1.0, "a")])
+    assert are_equal_values({"a": math.nan}, {"a": math.nan})
+    assert not are_equal_values(True, 1)
+    assert not are_equal_values([1], [1, 2])
+    assert not are_equal_values({"a": 1}, {"a": 1, "b": 2})
 
 
 def test_keys_of_a_configuration_that_say_nothing_about_the_computation_are_ignored() -> None:
     a = {"rope_theta": 1e4, "torch_dtype": "float32", "use_cache": True, "text": {"eps": 1e-6, "dtype": "x"}, "new": 1}
     a["transformers_version"] = "4.57"
     b = {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}, "torch_dtype": "bfloat16", "use_cache": False}
-    assert config_differences(a, {**b, "text": {"eps": 1e-6, "dtype": "y"}}) == {}
-    assert config_differences(a, {**b, "text": {"eps": 1e-5}}) == {"text.eps": (1e-6, 1e-5)}
-    assert config_differences(a, {"rope_parameters": {"rope_theta": 5e5}}) == {"rope_theta": (1e4, 5e5)}
-    assert ignored_config_keys(a, b) == ["new", "rope_parameters.rope_type", "text.eps"]
+    assert find_model_config_differences(a, {**b, "text": {"eps": 1e-6, "dtype": "y"}}) == {}
+    assert find_model_config_differences(a, {**b, "text": {"eps": 1e-5}}) == {"text.eps": (1e-6, 1e-5)}
+    assert find_model_config_differences(a, {"rope_parameters": {"rope_theta": 5e5}}) == {"rope_theta": (1e4, 5e5)}
+    assert list_ignored_config_keys(a, b) == ["new", "rope_parameters.rope_type", "text.eps"]
 
 
 def test_a_key_that_one_configuration_lacks_differs_where_the_same_transformers_wrote_both() -> None:
     a: dict[str, Any] = {"hidden_size": 8, "sliding_window": 4096, "pad_token_id": None, "transformers_version": "5.0"}
     b = {k: a[k] for k in ("hidden_size", "transformers_version")}
-    assert describe_changes(config_differences(a, b)) == ["sliding_window is missing and was 4096"]
-    assert describe_changes(config_differences(b, a)) == ["sliding_window is 4096 and was missing"]
-    assert config_differences(a, {**b, "transformers_version": "4.57"}) == {}
+    assert describe_changes(find_model_config_differences(a, b)) == ["sliding_window is missing and was 4096"]
+    assert describe_changes(find_model_config_differences(b, a)) == ["sliding_window is 4096 and was missing"]
+    assert find_model_config_differences(a, {**b, "transformers_version": "4.57"}) == {}
 
 
 def test_an_option_that_one_param_group_lacks_differs_but_for_those_that_another_torch_writes() -> None:
@@ -862,7 +862,7 @@ def test_an_option_that_one_param_group_lacks_differs_but_for_those_that_another
     assert "decoupled_weight_decay is missing and was True" in one("config.groups", a, b).text
     b.environment = {"torch": "2.10.0"}
     assert one("config.groups", a, b).text.startswith("param groups differ: lr_mult is missing and was 0.5 for")
-    assert ignored_options(a, b) == ["decoupled_weight_decay"]
+    assert list_ignored_options(a, b) == ["decoupled_weight_decay"]
     assert "lr_mult is 0.5 and was missing" in one("config.groups", b, a).text
 
 
@@ -922,7 +922,7 @@ def test_jobs_that_are_not_the_same_are_not_compared(fields: dict[str, Any], why
     assert {found[n] for n in DYNAMIC} == {"not comparable"}
     assert why in one("step1.loss", a, b).text
     assert found["step1.learning_rates"] == found["step1.batch"] == "pass"
-    checks, envelope = judge(a, b)[:2]
+    checks, envelope = judge_single_run(a, b)[:2]
     assert envelope == {"loss": [], "grad_norm": [], "update_norm": []}
     assert Report(b, a, "strict", checks).word == "not comparable"
 
@@ -973,7 +973,7 @@ def test_steps_are_matched_by_number() -> None:
     a.steps = [s for s in a.steps if s.step >= 303]
     found = verdicts(a, b)
     assert (found["step1.loss"], found["steps.loss"]) == ("not comparable", "pass")
-    assert len(judge(a, b)[1]["loss"]) == 8
+    assert len(judge_single_run(a, b)[1]["loss"]) == 8
     a.steps = [s for s in job(first=1).steps if s.step < 300]
     assert one("step1.loss", a, b).text == (
         "no step is on both sides: the reference has steps 1 to 299, this run 301 to 310"
@@ -1004,7 +1004,7 @@ def test_learning_rates_are_exact_and_belong_to_parameters() -> None:
     b.groups.reverse()
     assert failing(a, b) == set()
     x, y = Step(1, 0.0, learning_rates=[1e-3]), Step(1, 0.0, learning_rates=[1e-3, 1e-3])
-    assert rates_by_group(Trace(), Trace(), x, y) == [("all groups", 1e-3, 1e-3)]
+    assert pair_learning_rates(Trace(), Trace(), x, y) == [("all groups", 1e-3, 1e-3)]
 
 
 def test_a_tensor_that_one_side_does_not_have_is_far_away() -> None:
@@ -1058,12 +1058,12 @@ def test_profiles_widen_bounds_from_strict_to_relaxed_and_others_do_not_exist() 
     }
     assert each[2]["steps.loss"].at(2.0) == pytest.approx(7.5e-3 + 5e-3)
     with pytest.raises(UsageError, match="profile='loose': choose one of strict, standard, relaxed"):
-        judge(a, b, "loose")
+        judge_single_run(a, b, "loose")
 
 
 @given(st.floats(allow_nan=True, allow_infinity=True), st.floats(allow_nan=True, allow_infinity=True))
 def test_a_deviation_is_zero_for_equal_numbers_only(x: float, y: float) -> None:
-    d = relative_deviation(x, y)
+    d = compute_relative_deviation(x, y)
     assert (d == 0) == (x == y) or (d == 0 and abs(x - y) / abs(y) == 0)
     assert math.isnan(d) == (math.isnan(x) or math.isnan(y))
     assert not d < 0
@@ -1121,22 +1121,22 @@ def test_tensors_that_no_job_holds_are_compared_between_two_checkpoints_and_not_
     mark = {"extra.ema.w": ("float32", (2,), "ab")}
     reference = Trace(layout="dcp", others=mark)
     for others, failed in ((mark, False), ({}, True), ({"extra.ema.w": ("float32", (2,), "cd")}, True)):
-        checks = {c.name: c for c in judge(reference, Trace(layout="dcp", others=others))[0]}
+        checks = {c.name: c for c in judge_single_run(reference, Trace(layout="dcp", others=others))[0]}
         assert (checks["config.values"].verdict == "fail") is failed
-    checks = {c.name: c for c in judge(Trace(), Trace(layout="dcp", others=mark))[0]}
+    checks = {c.name: c for c in judge_single_run(Trace(), Trace(layout="dcp", others=mark))[0]}
     assert checks["config.values"].verdict == "not comparable"
 
 
 def test_a_part_of_the_scheduler_that_is_missing_fails() -> None:
     whole = {"scheduler.last_epoch": 3, "scheduler._step_count": 4, "scheduler.lr_lambdas": [None]}
     part = {k: v for k, v in whole.items() if k != "scheduler.last_epoch"}
-    (check,) = [c for c in judge(Trace(values=whole), Trace(values=part))[0] if c.name == "config.scheduler"]
+    (check,) = [c for c in judge_single_run(Trace(values=whole), Trace(values=part))[0] if c.name == "config.scheduler"]
     assert check.verdict == "fail" and "last_epoch" in check.text
 
 
 def test_tensors_that_the_job_rounds_fail_but_for_the_relaxed_profile() -> None:
     got = Trace(environment={"rounded": ["optim.state.w.exp_avg"]})
-    verdicts = {p: judge(None, got, p)[0][0].verdict for p in ("strict", "standard", "relaxed")}
+    verdicts = {p: judge_single_run(None, got, p)[0][0].verdict for p in ("strict", "standard", "relaxed")}
     assert verdicts == {"strict": "fail", "standard": "fail", "relaxed": "not comparable"}
 
 
@@ -1164,7 +1164,7 @@ def test_an_update_of_16_bits_is_judged_by_its_quanta() -> None:
         return Trace(world_size=world, dtype="fp32", steps=steps, state={"model.w": ("bfloat16", (64,), "ab")}, quanta={"w": quanta})  # fmt: skip
 
     def found(reference: Trace, got: Trace) -> Check:
-        return next(c for c in judge(reference, got)[0] if c.name == "step1.worst_update")
+        return next(c for c in judge_single_run(reference, got)[0] if c.name == "step1.worst_update")
 
     assert found(trace(1, 0.02), trace(2, 0.1)).verdict == "pass"
     assert found(trace(1, 0.02, 0.05), trace(2, 0.1, 0.05)).verdict == "fail"
@@ -1186,7 +1186,7 @@ def test_what_the_reference_holds_as_well_is_plausible() -> None:
 
 
 def verdict_of(name: str, reference: Trace | None, got: Trace, profile: str = "strict") -> str:
-    return next(c.verdict for c in judge(reference, got, profile)[0] if c.name == name)
+    return next(c.verdict for c in judge_single_run(reference, got, profile)[0] if c.name == name)
 
 
 def test_a_buffer_may_hold_nan_and_a_number_of_the_optimizer_may_not() -> None:
@@ -1239,10 +1239,12 @@ def test_of_a_long_list_the_element_that_differs_is_shown() -> None:
         return job(values=job().values | {"extra.merges": values})
 
     (check,) = [
-        c for c in judge(of([*range(99)]), of([*range(50), 0, *range(51, 98), 0]))[0] if c.name == "config.values"
+        c
+        for c in judge_single_run(of([*range(99)]), of([*range(50), 0, *range(51, 98), 0]))[0]
+        if c.name == "config.values"
     ]
     assert "extra.merges[50] is 0 and was 50, and 1 more of its 99 values differ" in check.text
-    (check,) = [c for c in judge(of([*range(99)]), of([*range(98)]))[0] if c.name == "config.values"]
+    (check,) = [c for c in judge_single_run(of([*range(99)]), of([*range(98)]))[0] if c.name == "config.values"]
     assert "extra.merges has 98 values and had 99" in check.text
 
 
@@ -1289,7 +1291,7 @@ def test_updates_of_muon_deviate_at_another_world_size_and_at_the_same_they_do_n
 
 def test_a_step_that_fails_is_a_verdict_where_options_differ_and_else_an_error_of_the_job() -> None:
     def outcome(a: Trace, b: Trace) -> Outcome:
-        return Outcome({}, {"reference": a, "candidate": b}, judge(a, b))
+        return Outcome({}, {"reference": a, "candidate": b}, judge_single_run(a, b))
 
     a, b = job(), job(stopped="RuntimeError: no such step (at soap.py:3 in step)", after={}, schedule={})
     b.steps = []

@@ -22,7 +22,7 @@ from commands import ckpttool_here
 from peers import REPOSITORY
 from ranks import ENVIRONMENT, LIVE, one_at_a_time
 
-from ckpttool.resume.ranks.interpreter import make_environment
+from ckpttool.resume.ranks.interpreter import make_rank_environment
 
 SOURCE = REPOSITORY / "fixtures" / "fsdp2_w2_groups" / "ckpt"
 JOB = LIVE / "upgraded_job.py"
@@ -54,7 +54,7 @@ def make_python(folder: Path, path: Sequence[str], **packages: tuple[str, str]) 
 def pythons(tmp_path_factory: pytest.TempPathFactory) -> Pythons:
     folder = tmp_path_factory.mktemp("pythons")
     path = [p for p in sys.path if p.endswith("site-packages")]
-    code = make_environment(str(folder))["PYTHONPATH"].partition(os.pathsep)[0]
+    code = make_rank_environment(str(folder))["PYTHONPATH"].partition(os.pathsep)[0]
     for name in ("torch", "json", "ckpttool"):  # none of them may be imported from the current folder
         (folder / f"{name}.py").write_text("raise SystemExit('planted')\n")
     return Pythons(

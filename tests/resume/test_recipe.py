@@ -11,10 +11,10 @@ import torch
 
 from ckpttool.errors import UsageError
 from ckpttool.resume import verify as launch
-from ckpttool.resume.job.build import Job, _repeated_blocks
+from ckpttool.resume.job.build import Job, _list_repeated_blocks
 from ckpttool.resume.job.user_job import check_batches_fit_model, check_job_source
 from ckpttool.resume.trace import batches
-from ckpttool.resume.trace.live_facts import optimizer_numbers, plain_param_groups
+from ckpttool.resume.trace.live_facts import read_optimizer_numbers, to_plain_param_groups
 
 GOOD = "def build(mesh, *, device='cpu'):\n    pass\n"
 
@@ -145,9 +145,9 @@ def test_a_scheduler_takes_steps_by_itself_unless_they_need_a_metric() -> None:
 def test_blocks_that_share_a_parameter_are_left_to_the_root() -> None:
     model = torch.nn.Sequential(torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(4)))
     layers = list(model[0])  # type: ignore[arg-type]
-    assert _repeated_blocks(model) == layers
+    assert _list_repeated_blocks(model) == layers
     layers[3].weight = layers[1].weight
-    assert _repeated_blocks(model) == [layers[0], layers[2]]
+    assert _list_repeated_blocks(model) == [layers[0], layers[2]]
 
 
 def test_numbers_in_the_state_of_an_optimizer_are_known_and_tensors_among_its_options_are_compared() -> None:
@@ -156,8 +156,8 @@ def test_numbers_in_the_state_of_an_optimizer_are_known_and_tensors_among_its_op
     optimizer.state[model.weight] = {"step": 7, "gain": 0.5, "on": True, "buffer": torch.ones(1), "kind": "a"}
     optimizer.param_groups[0] |= {"plan": {"warm": (1, 2)}, "sizes": torch.tensor([1.0, 2.0])}
     names = {"step": 7.0, "gain": 0.5, "on": 1.0}
-    assert optimizer_numbers(model, optimizer) == {f"optim.state.weight.{k}": v for k, v in names.items()}
-    (group,) = plain_param_groups(model, optimizer)
+    assert read_optimizer_numbers(model, optimizer) == {f"optim.state.weight.{k}": v for k, v in names.items()}
+    (group,) = to_plain_param_groups(model, optimizer)
     assert group["plan"] == {"warm": [1, 2]} and group["sizes"].startswith("float32 (2,) ")
     optimizer.param_groups[0]["sizes"] = torch.tensor([2.0, 1.0])
-    assert plain_param_groups(model, optimizer)[0]["sizes"] != group["sizes"]
+    assert to_plain_param_groups(model, optimizer)[0]["sizes"] != group["sizes"]

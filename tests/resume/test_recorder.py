@@ -21,11 +21,11 @@ import ckpttool
 from ckpttool.errors import UsageError
 from ckpttool.resume.compare import run_checks, state_checks
 from ckpttool.resume.compare.bounds import Bound
-from ckpttool.resume.compare.judge import judge
+from ckpttool.resume.compare.judge import judge_single_run
 from ckpttool.resume.compare.not_verified import list_not_verified
 from ckpttool.resume.compare.side_state_differences import compare_side_state
 from ckpttool.resume.trace import live_facts, probing, recorded_state
-from ckpttool.resume.trace.model import Step, Trace, read_reference, record_line
+from ckpttool.resume.trace.model import Step, Trace, format_record_line, read_reference
 from ckpttool.resume.trace.side_state import collect_side_state, flatten_side_state
 
 
@@ -114,7 +114,7 @@ def test_what_fails_later_is_a_warning_and_a_line(tmp_path: Path, monkeypatch: p
 
     recorder = ckpttool.Recorder(tmp_path / "r.jsonl", model, optimizer, extra=gone, scheduler=gone, probe=[[1, 2]])
     recorder.state(0)
-    monkeypatch.setattr(live_facts, "local_shard", gone)
+    monkeypatch.setattr(live_facts, "get_local_shard", gone)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     with pytest.warns(RuntimeWarning) as seen:
@@ -149,7 +149,7 @@ def test_a_model_whose_state_cannot_be_read_leaves_the_rest_recorded(tmp_path: P
 def read_reference_of_state(path: Path) -> Trace:
     """A recording that has no step yet."""
     with open(path, "a", encoding="utf-8") as f:
-        f.write(record_line("step", step=9, loss=1.0))
+        f.write(format_record_line("step", step=9, loss=1.0))
     return read_reference(path)
 
 
@@ -168,13 +168,13 @@ def test_a_disk_that_is_full_ends_no_training_even_where_warnings_are_errors(
 
 def test_an_earlier_recording_is_read_and_what_it_lacks_is_named(tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
-    state = record_line("state", step=1, state={"model.w": ["float32", [2], "ab"]}, scalars={}, groups=[])
-    file.write_text(state + record_line("step", step=2, loss=1.0, batch="00"))
+    state = format_record_line("state", step=1, state={"model.w": ["float32", [2], "ab"]}, scalars={}, groups=[])
+    file.write_text(state + format_record_line("step", step=2, loss=1.0, batch="00"))
     trace = read_reference(file)
     assert (
         set(trace.unrecorded) == {"scheduler", "scaler", "dataloader", "extra", "probe"} and trace.steps[0].rows == []
     )
-    file.write_text(record_line("step", step=2, loss=1.0))
+    file.write_text(format_record_line("step", step=2, loss=1.0))
     assert "Recorder.state was not called" in read_reference(file).unrecorded["model"]
 
 
@@ -182,9 +182,9 @@ def test_text_of_an_earlier_recording_that_begins_like_an_object_is_not_compared
     """It may have been one; those of today have marks for objects."""
     values = {"extra.hook": "<user.Hook>", "extra.pad": "<pad>", "extra.tags": ["<a>"], "trainer.step": 1}
     record = {"step": 1, "state": {}, "scalars": {}, "groups": [], "values": values}
-    step = record_line("step", step=2, loss=1.0)
+    step = format_record_line("step", step=2, loss=1.0)
     for version, unknown in (({}, ["extra.hook", "extra.pad"]), ({"version": 2}, [])):
-        (tmp_path / "r.jsonl").write_text(record_line("state", **record, **version) + step)
+        (tmp_path / "r.jsonl").write_text(format_record_line("state", **record, **version) + step)
         reference = read_reference(tmp_path / "r.jsonl")
         others = {"extra.hook": ("object", (), "user.Hook")}
         got = Trace(start=1, layout="dcp", values={"extra.pad": "<eos>", "extra.tags": ["<b>"]}, others=others)
@@ -430,7 +430,7 @@ def test_what_was_not_passed_to_a_recorder_is_listed_each_by_its_name(tmp_path: 
     recorder.step(1, loss=1.0)
     reference = read_reference(tmp_path / "r.jsonl", 0)
     got = Trace(layout="dcp", clip=1.0, state=reference.state, values={"scaler.scale": 2.0}, steps=[Step(1, 1.0)])
-    checks = judge(reference, got).checks
+    checks = judge_single_run(reference, got).checks
     lines = "\n".join(list_not_verified(reference, got, checks))
     for what in ("scheduler", "dataloader", "extra", "probe"):
         assert f"{what} was not passed to Recorder" in lines

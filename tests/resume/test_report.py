@@ -28,7 +28,12 @@ from rich.console import Console
 from ckpttool.errors import NoSpace, UsageError
 from ckpttool.resume.compare.misfit import describe_misfit
 from ckpttool.resume.compare.verdict import Cause, Check, Report
-from ckpttool.resume.report.facts import compared_rows, list_facts, relative_difference, verdict_sentence
+from ckpttool.resume.report.facts import (
+    compute_relative_difference,
+    describe_verdict,
+    list_facts,
+    pair_steps_with_reference,
+)
 from ckpttool.resume.report.files import write_reports
 from ckpttool.resume.report.html_page import render_html
 from ckpttool.resume.report.junit import render_junit
@@ -312,7 +317,7 @@ def test_the_screen_names_what_failed_with_numbers_and_causes() -> None:
 def test_what_ran_the_two_sides_is_in_every_form_of_the_report() -> None:
     ours = "Python 3.12.4, torch 2.13.0, transformers 5.23.0, accelerate 1.15 (/venvs/new/bin/python)"
     theirs = "Python 3.12.4, torch 2.10.0, transformers 5.6.2, accelerate 1.10 (/venvs/old/bin/python)"
-    assert verdict_sentence(upgraded()).endswith(f" checks passed. This run: {ours}. Reference: {theirs}.")
+    assert describe_verdict(upgraded()).endswith(f" checks passed. This run: {ours}. Reference: {theirs}.")
     out = io.StringIO()
     Console(file=out, width=80).print(render_terminal(upgraded()), soft_wrap=True)
     assert ours in out.getvalue().splitlines()[0] and theirs in out.getvalue().splitlines()[0], "whole in a log"
@@ -326,7 +331,7 @@ def test_what_ran_the_two_sides_is_in_every_form_of_the_report() -> None:
 def test_the_versions_of_a_recording_are_told_where_they_differ_and_make_no_sentence() -> None:
     recorded = upgraded(layout=None)
     assert "torch 2.10.0" in dict((what, theirs) for what, _, theirs in list_facts(recorded))["environment"]
-    assert "torch" not in verdict_sentence(recorded)
+    assert "torch" not in describe_verdict(recorded)
     for known in ({"torch": "2.13.0", "python": "3.12.4"}, {"torch": "2.13.0", "executable": "/elsewhere/python"}, {"packages": 3}):  # fmt: skip
         same = upgraded(known, layout=None)
         assert "environment" not in [what for what, _, _ in list_facts(same)], "an earlier recording has fewer"
@@ -363,7 +368,7 @@ def test_what_was_not_verified_is_in_every_form_of_the_report() -> None:
 def test_a_checkpoint_that_does_not_fit_is_no_failure_and_says_what_would_make_it_fit() -> None:
     report = unfit()
     assert (report.word, report.exit_code) == ("does not fit", 12)
-    assert "module_prefix='net.'" in verdict_sentence(report)
+    assert "module_prefix='net.'" in describe_verdict(report)
     assert samples(render_metrics(report))["verdict"]['verdict="fail"'] == "0"
 
 
@@ -393,12 +398,16 @@ def test_many_checks_and_steps_are_counted() -> None:
 def test_differences_that_are_no_numbers_lie_outside() -> None:
     report = passing(2)
     report.candidate.steps[0].loss = math.nan
-    (first, second) = compared_rows(report)
+    (first, second) = pair_steps_with_reference(report)
     assert math.isnan(first.differences["loss"]) and first.outside and not second.outside
-    assert relative_difference(math.nan, math.nan) is not None and math.isnan(
-        relative_difference(math.nan, math.nan) or 0
+    assert compute_relative_difference(math.nan, math.nan) is not None and math.isnan(
+        compute_relative_difference(math.nan, math.nan) or 0
     )
-    assert (relative_difference(1.0, 0.0), relative_difference(0.0, 0.0), relative_difference(None, 1.0)) == (
+    assert (
+        compute_relative_difference(1.0, 0.0),
+        compute_relative_difference(0.0, 0.0),
+        compute_relative_difference(None, 1.0),
+    ) == (
         math.inf,
         0.0,
         None,
@@ -410,7 +419,7 @@ def test_the_envelope_belongs_to_steps_that_both_have() -> None:
     assert report.reference is not None
     del report.reference.steps[0]
     report.envelope = {"loss": [1e-5, 2e-5, 3e-5]}
-    assert [r.bounds.get("loss") for r in compared_rows(report)] == [None, 1e-5, 2e-5, 3e-5]
+    assert [r.bounds.get("loss") for r in pair_steps_with_reference(report)] == [None, 1e-5, 2e-5, 3e-5]
 
 
 # --------------------------------------------------------------------------------------------------------------- JUnit
@@ -660,7 +669,7 @@ def test_a_page_is_well_formed_and_loads_nothing(make: Callable[[], Report]) -> 
     (policy,) = [a["content"] for t, a in outline.tags if a.get("http-equiv") == "Content-Security-Policy"]
     assert policy == "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
     assert ("html", {"lang": "en"}) in outline.tags
-    assert verdict_sentence(report)[:60] in " ".join(outline.words)
+    assert describe_verdict(report)[:60] in " ".join(outline.words)
 
 
 def test_a_page_has_everything_that_a_person_asks_for() -> None:

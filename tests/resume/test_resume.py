@@ -22,7 +22,7 @@ from commands import ckpttool_here
 from ranks import forked, one_at_a_time
 
 import ckpttool
-from ckpttool.resume.trace.model import record_line
+from ckpttool.resume.trace.model import format_record_line
 from fixtures import jobs
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -81,7 +81,9 @@ def recorded(case: str, file: Path) -> Path:
     """The losses of a fixture's uninterrupted job, as a reference."""
     known = json.loads((FIXTURES / case / "case.json").read_text())
     first = known["step"] + 1
-    file.write_text("".join(record_line("step", step=first + k, loss=x) for k, x in enumerate(known["loss_next"])))
+    file.write_text(
+        "".join(format_record_line("step", step=first + k, loss=x) for k, x in enumerate(known["loss_next"]))
+    )
     return file
 
 

@@ -25,7 +25,7 @@ from ckpttool.errors import Corrupt, Unsupported, UsageError
 from ckpttool.formats.pickles import Truncated
 from ckpttool.options import ReadKeywords
 from ckpttool.resume import verify as launch
-from ckpttool.resume.compare.bounds import same_micro_batch_shape
+from ckpttool.resume.compare.bounds import have_same_micro_batch_shape
 from ckpttool.resume.job.peft_model import add_lora_layers
 from ckpttool.resume.plan import choose_mesh, find_start_step
 from ckpttool.resume.ranks import launch as ranks
@@ -39,7 +39,7 @@ from ckpttool.resume.request import (
     write_settings,
 )
 from ckpttool.resume.trace import batches, fingerprint, live_facts
-from ckpttool.resume.trace.model import Step, Trace, read_reference, read_trace, record_line, trace_to_json
+from ckpttool.resume.trace.model import Step, Trace, format_record_line, read_reference, read_trace, trace_to_json
 from ckpttool.resume.trace.numerics import read_numerics, use_numerics, use_recorded_buffers
 
 # --------------------------------------------------------------------------------------------------------- batches
@@ -48,7 +48,7 @@ from ckpttool.resume.trace.numerics import read_numerics, use_numerics, use_reco
 @given(st.integers(1, 5), st.integers(1, 12), st.integers(1, 6), st.integers(1, 7))
 def test_every_sample_of_a_step_counts_on_exactly_one_rank(step: int, micro: int, many: int, world: int) -> None:
     whole = micro * many
-    passes = [batches.micro_batches(step, whole, micro, r, world) for r in range(world)]
+    passes = [batches.list_micro_batches(step, whole, micro, r, world) for r in range(world)]
     assert len({len(p) for p in passes}) == 1, "FSDP's collectives need as many passes on every rank"
     counted = sorted(i for p in passes for first, last, counts in p if counts for i in range(first, last))
     assert counted == list(range((step - 1) * whole, step * whole))
@@ -56,8 +56,8 @@ def test_every_sample_of_a_step_counts_on_exactly_one_rank(step: int, micro: int
 
 
 def test_a_rank_without_a_micro_batch_of_its_own_repeats_one_that_does_not_count() -> None:
-    assert batches.micro_batches(1, 8, 2, 1, 3) == [(2, 4, True), (0, 2, False)]
-    assert batches.micro_batches(2, 2, 2, 1, 2) == [(2, 4, False)]
+    assert batches.list_micro_batches(1, 8, 2, 1, 3) == [(2, 4, True), (0, 2, False)]
+    assert batches.list_micro_batches(2, 2, 2, 1, 2) == [(2, 4, False)]
 
 
 def test_the_digest_of_a_batch_knows_its_rows_and_not_their_order_or_their_ranks() -> None:
@@ -94,17 +94,17 @@ def test_the_digest_of_samples_covers_every_tensor_and_which_belong_together() -
         assert [k for k in whole.keys if found.keys[k] != whole.keys[k]] == [key] and found.whole != whole.whole
     dealt = batches.digest_batch({**batch, "y": batch["y"].flip(0)})
     assert dealt.keys == whole.keys and dealt.whole != whole.whole, "another label for each picture"
-    fields = batches.describe_batch([added, batches.digest_batch({})])
+    fields = batches.make_batch_fields([added, batches.digest_batch({})])
     assert (
         fields["batch"] is None
         and fields["inputs"].keys() == batch.keys()
         and [len(r) for r in fields["rows"]] == [32, 0]
     )
-    assert batches.describe_batch([]) == {"batch": None, "inputs": {}, "samples": None, "rows": []}
+    assert batches.make_batch_fields([]) == {"batch": None, "inputs": {}, "samples": None, "rows": []}
     ids = torch.arange(12).reshape(4, 3)
-    tokens = batches.describe_batch([batches.digest_batch({"input_ids": ids, "mask": batch["mask"]})])
+    tokens = batches.make_batch_fields([batches.digest_batch({"input_ids": ids, "mask": batch["mask"]})])
     assert tokens["batch"] == f"{batches.digest_rows(ids.numpy()):032x}", "as earlier recordings have it"
-    assert "".join(tokens["rows"]) == batches.digest_and_marks(ids.numpy())[1]
+    assert "".join(tokens["rows"]) == batches.digest_and_mark_rows(ids.numpy())[1]
 
 
 def test_synthetic_rows_are_a_function_of_seed_and_index() -> None:
@@ -197,13 +197,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.bool,
 def test_boxes_of_any_cut_add_up_to_the_whole(dtype: torch.dtype, shape: list[int], dim: int, at: int) -> None:
     torch.manual_seed(1)
     whole = (torch.rand(shape) * 100).to(dtype)
-    want = fingerprint._fingerprint_box(whole, (0,) * len(shape), shape)
+    want = fingerprint._fingerprint_shard(whole, (0,) * len(shape), shape)
     if not shape:
         return
     dim, at = dim % len(shape), at % (shape[dim % len(shape)] + 1)
     parts = whole.split([at, shape[dim] - at], dim)
     offsets = [0, at]
-    got = sum(fingerprint._fingerprint_box(p.contiguous(), [o if d == dim else 0 for d in range(len(shape))], shape) for p, o in zip(parts, offsets, strict=True))  # fmt: skip
+    got = sum(fingerprint._fingerprint_shard(p.contiguous(), [o if d == dim else 0 for d in range(len(shape))], shape) for p, o in zip(parts, offsets, strict=True))  # fmt: skip
     assert got % (1 << 64) == want
 
 
@@ -214,7 +214,7 @@ def test_a_process_that_becomes_another_rank_counts_for_its_new_shards() -> None
         with rank_of(rank, 4):
             tp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
             tensor = DTensor.from_local(torch.ones(2), tp, [Shard(0)], run_check=False)
-            counts[rank] = fingerprint.counts_on_this_rank(tensor)
+            counts[rank] = fingerprint.is_counted_on_this_rank(tensor)
     assert counts == {2: False, 0: True}
 
 
@@ -248,7 +248,7 @@ def test_the_files_have_the_fingerprints_of_what_was_saved(tmp_path: Path) -> No
 
 def test_norms_are_added_up_in_float64() -> None:
     t = torch.full((1000, 1000), 1e-3)
-    assert fingerprint.global_norms({"t": t, "none": torch.empty(0)}, "cpu") == {
+    assert fingerprint.compute_global_norms({"t": t, "none": torch.empty(0)}, "cpu") == {
         "t": pytest.approx(float(t.double().norm()), rel=1e-14),
         "none": 0.0,
     }
@@ -272,11 +272,11 @@ def test_a_trace_comes_back_from_its_json_with_its_infinities(tmp_path: Path) ->
 def test_recorded_lines_are_read_in_any_order_and_the_last_of_a_step_counts(tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
     file.write_text(
-        record_line("start", world_size=4, global_batch=8, nonsense=1)
-        + record_line("step", step=2, loss=2.0)
-        + record_line("step", step=1, loss=1.0)
-        + record_line("state", step=1, state={"model.w": ["float32", [2], "ab"]}, scalars={}, groups=[])
-        + record_line("step", step=2, loss=2.5)
+        format_record_line("start", world_size=4, global_batch=8, nonsense=1)
+        + format_record_line("step", step=2, loss=2.0)
+        + format_record_line("step", step=1, loss=1.0)
+        + format_record_line("state", step=1, state={"model.w": ["float32", [2], "ab"]}, scalars={}, groups=[])
+        + format_record_line("step", step=2, loss=2.5)
         + '{"kind": "step", "st'  # the job was killed here
     )
     trace = read_reference(file)
@@ -369,7 +369,7 @@ def test_buffers_that_no_checkpoint_has_are_those_of_the_recorded_job(tmp_path: 
     recorder = ckpttool.Recorder(tmp_path / "r.jsonl", torch.compile(theirs, backend="eager"))
     recorder.state(0)
     with (tmp_path / "r.jsonl").open("a") as f:
-        f.write(record_line("step", step=1, loss=1.0))
+        f.write(format_record_line("step", step=1, loss=1.0))
     known = read_reference(tmp_path / "r.jsonl", 0)
     assert [*known.buffers] == ["rope.inv_freq"], "neither what the checkpoint has nor what is large"
     (note,) = use_recorded_buffers(ours, known.buffers)
@@ -394,10 +394,10 @@ def test_kernels_of_a_gpu_are_those_of_the_recorded_job() -> None:
     a = Trace(
         micro_batch=4, sequence=8, dtype="bf16", device="cuda", global_batch=8, environment={"deterministic": True}
     )
-    assert same_micro_batch_shape(a, a) and not same_micro_batch_shape(
+    assert have_same_micro_batch_shape(a, a) and not have_same_micro_batch_shape(
         a, replace(a, environment={"deterministic": False})
     )
-    assert same_micro_batch_shape(a, replace(a, device="cpu", environment={"deterministic": False})), (
+    assert have_same_micro_batch_shape(a, replace(a, device="cpu", environment={"deterministic": False})), (
         "the CPU has one order"
     )
 
@@ -435,7 +435,7 @@ def test_a_recorder_goes_without_an_optimizer_of_torch(tmp_path: Path) -> None:
 def test_tied_names_and_dropouts_are_found() -> None:
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
     model["b"].weight = model["a"].weight
-    assert live_facts.tied_names(model) == [["a.weight", "b.weight"]]
+    assert live_facts.list_tied_names(model) == [["a.weight", "b.weight"]]
     assert not live_facts.has_dropout(model)
     model["a"].attention_dropout = 0.25
     assert live_facts.has_dropout(model)
@@ -458,7 +458,7 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(tmp_path: Path, h
 
 def test_a_reference_that_ends_before_the_checkpoint_is_refused(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(2)}, "step": 3}, tmp_path / "x.pt")
-    (tmp_path / "r.jsonl").write_text(record_line("step", step=3, loss=1.0))
+    (tmp_path / "r.jsonl").write_text(format_record_line("step", step=3, loss=1.0))
     with pytest.raises(UsageError, match=r"steps 3\.\.3, but the checkpoint is of step 3"):
         launch.resume_verify(tmp_path / "x.pt", reference=tmp_path / "r.jsonl", device="cpu")
 
@@ -506,8 +506,8 @@ def test_the_step_of_a_checkpoint_with_a_file_of_a_later_one_is_that_of_its_fold
 
 
 def test_of_several_recorded_states_that_of_the_checkpoint_counts(tmp_path: Path) -> None:
-    states = [record_line("state", step=n, state={"model.w": ["float32", [2], f"{n:02x}"]}) for n in (3, 6, 9)]
-    (tmp_path / "r.jsonl").write_text("".join(states) + record_line("step", step=10, loss=1.0))
+    states = [format_record_line("state", step=n, state={"model.w": ["float32", [2], f"{n:02x}"]}) for n in (3, 6, 9)]
+    (tmp_path / "r.jsonl").write_text("".join(states) + format_record_line("step", step=10, loss=1.0))
     assert read_reference(tmp_path / "r.jsonl", 6).state["model.w"][2] == "06"
     assert read_reference(tmp_path / "r.jsonl", 7).start == 9
 
@@ -519,14 +519,14 @@ def test_of_several_recorded_states_that_of_the_checkpoint_counts(tmp_path: Path
      {"kind": "state", "step": 1, "state": {}, "scalars": [1]}, {"kind": "state", "step": 1, "state": {}, "groups": [3]}],
 )  # fmt: skip
 def test_a_reference_whose_facts_are_of_another_kind_is_refused_before_a_run(tmp_path: Path, record: Any) -> None:
-    (tmp_path / "r.jsonl").write_text(json.dumps(record) + "\n" + record_line("step", step=2, loss=1.0))
+    (tmp_path / "r.jsonl").write_text(json.dumps(record) + "\n" + format_record_line("step", step=2, loss=1.0))
     with pytest.raises(Corrupt, match="line 1"):
         read_reference(tmp_path / "r.jsonl")
 
 
 def test_a_recorder_that_begins_again_takes_away_the_half_line_of_the_killed_one(tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
-    file.write_text(record_line("step", step=1, loss=1.0) + '{"kind": "step", "st')
+    file.write_text(format_record_line("step", step=1, loss=1.0) + '{"kind": "step", "st')
     ckpttool.Recorder(file).step(2, loss=2.0)
     assert [s.step for s in read_reference(file).steps] == [1, 2]
 
@@ -625,7 +625,7 @@ def test_data_that_ends_says_which_samples_a_step_reads() -> None:
 
 def test_an_error_of_a_rank_keeps_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "exit_process", lambda status: None)
-    worker._leave_with_error(str(tmp_path), 1, Truncated("__1_0.distcp ends early."))
+    worker._exit_with_error(str(tmp_path), 1, Truncated("__1_0.distcp ends early."))
     with pytest.raises(Corrupt, match=r"__1_0\.distcp ends early") as raised:
         ranks.raise_rank_error(str(tmp_path), {1: 1})
     assert raised.value.exit_code == 4

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpttool.resume.compare.dynamics import count_common_rows
-from ckpttool.resume.compare.judge import judge
+from ckpttool.resume.compare.judge import judge_single_run
 from ckpttool.resume.diagnosis.causes import find_causes
 from ckpttool.resume.diagnosis.row_differences import describe_row_mismatch
 from ckpttool.resume.trace import batches
@@ -25,9 +25,9 @@ def run(
     for step in range(first, first + steps):
         parts = []
         for rank in range(world):
-            passes = batches.micro_batches(step, batch, 3, rank, world)
+            passes = batches.list_micro_batches(step, batch, 3, rank, world)
             mine = [sample(i, rank) for a, b, counts in passes for i in range(a, b) if counts]
-            parts.append(batches.digest_and_marks(np.array([[i, i + 1] for i in mine])))
+            parts.append(batches.digest_and_mark_rows(np.array([[i, i + 1] for i in mine])))
         total = sum(digest for digest, _ in parts) % (1 << 128)
         out.steps.append(Step(step, 2.0, batch=f"{total:032x}", rows=[marks for _, marks in parts]))
     return out
@@ -35,7 +35,7 @@ def run(
 
 def said(reference: Trace, got: Trace) -> tuple[str, str] | None:
     """The kind and text of the cause."""
-    checks = judge(reference, got).checks
+    checks = judge_single_run(reference, got).checks
     assert next(c for c in checks if c.name == "step1.batch").verdict == "fail"
     (cause,) = [c for c in find_causes(reference, got, checks) if c.kind.startswith("data")]
     return cause.kind, cause.text
@@ -57,7 +57,7 @@ def test_data_that_is_one_sample_on_or_back_is_called_that(world: int) -> None:
     )  # fmt: skip
     far = said(reference, run(lambda i, r: i + 30, world=world))
     assert far == ("data-rows", "the data is shifted by 30 samples, ahead of the reference: 0 of the 24 rows of step 13 are the reference's")  # fmt: skip
-    checks = judge(reference, run(lambda i, r: i + 1, world=world)).checks
+    checks = judge_single_run(reference, run(lambda i, r: i + 1, world=world)).checks
     assert next(c for c in checks if c.name == "step1.batch").text.endswith(same)
 
 

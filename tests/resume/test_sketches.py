@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from ckpttool.resume.trace import sketches
-from ckpttool.resume.trace.sketches import WIDE, decode_sketches, encode_sketches, sketch_distance, sketch_shard
+from ckpttool.resume.trace.sketches import (
+    WIDE,
+    decode_sketches,
+    encode_sketches,
+    estimate_sketch_distance,
+    sketch_shard,
+)
 
 SHAPE = (7, 50, 131)
 #: Of 1, 2, 3, 4, 5, and of two ones that lie where the second and third tables of signs begin anew.
@@ -30,14 +36,14 @@ def test_shards_of_any_shape_add_up_to_the_whole(
     """With one row of signs at once, a row of this tensor is larger than a block."""
     monkeypatch.setattr(sketches, "_ROWS", rows)
     monkeypatch.setattr(sketches, "_ROW", 1 << (14 if rows > 1 else 12))
-    sketches._sign_tables.cache_clear()
+    sketches._make_sign_tables.cache_clear()
     x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
     whole = sketches._sketch_box(x, (0, 0, 0), SHAPE, 0)
     total = torch.zeros(WIDE, dtype=torch.float64)
     for box in itertools.product(*(itertools.pairwise(of) for of in cuts)):
         part = x[tuple(slice(a, b) for a, b in box)]
         total += sketches._sketch_box(part, [a for a, _ in box], SHAPE, 0)
-    sketches._sign_tables.cache_clear()
+    sketches._make_sign_tables.cache_clear()
     assert torch.allclose(total, whole, rtol=0, atol=1e-10)
 
 
@@ -46,7 +52,7 @@ def test_the_distance_of_two_sketches_is_that_of_the_tensors() -> None:
     ratios = []
     for n in range(200):
         x, y = (torch.randn(1000 + 300 * n, generator=draw, dtype=torch.float64) for _ in range(2))
-        ratios.append(sketch_distance(sketched(x), sketched(x + 1e-4 * y)) / (1e-4 * y.norm().item()))
+        ratios.append(estimate_sketch_distance(sketched(x), sketched(x + 1e-4 * y)) / (1e-4 * y.norm().item()))
     assert abs(np.mean(ratios) - 1) < 0.05 and 0.12 < np.std(ratios) < 0.24 and 0.4 < min(ratios) < max(ratios) < 1.7
 
 
@@ -55,7 +61,7 @@ def test_one_column_or_one_element_that_differs_is_seen() -> None:
     for change in ((slice(None), 3), (17, 5), (slice(None), slice(0, 64, 16))):
         y = x.clone()
         y[change] += 1
-        assert sketch_distance(sketched(x), sketched(y)) > 0.3 * (x - y).norm().item()
+        assert estimate_sketch_distance(sketched(x), sketched(y)) > 0.3 * (x - y).norm().item()
 
 
 def test_tensors_of_every_kind_have_a_sketch_and_an_empty_shard_adds_nothing() -> None:

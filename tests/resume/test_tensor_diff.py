@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckpttool.engine.tensor_faults import tensor_diff as tensor_diff_module
 from ckpttool.engine.tensor_faults.tensor_diff import TensorDiff, compare_tensors
-from ckpttool.resume.diagnosis.files import may_have_heads
+from ckpttool.resume.diagnosis.files import may_have_attention_heads
 
 RNG = np.random.default_rng(7)
 W = RNG.normal(size=(32, 12)).astype(np.float32)
@@ -549,4 +549,4 @@ def test_rows_in_turn_are_rope_only_where_there_may_be_heads(order: list[int], t
      ("blocks.0.attn.gate.weight", True), ("model.layers.3.mlp.experts.0.up_proj.weight", False), ("model.x.w", True)],
 )  # fmt: skip
 def test_which_tensors_have_heads_follows_from_their_names(name: str, heads: bool) -> None:
-    assert may_have_heads(name) is heads
+    assert may_have_attention_heads(name) is heads

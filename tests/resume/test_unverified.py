@@ -14,13 +14,13 @@ from peers import FIXTURES
 from rich.console import Console
 
 import ckpttool
-from ckpttool.resume.compare.judge import judge
-from ckpttool.resume.compare.misfit import compare_names, describe_misfit, does_not_fit
+from ckpttool.resume.compare.judge import judge_single_run
+from ckpttool.resume.compare.misfit import compare_names_and_shapes, describe_misfit, does_not_fit_job
 from ckpttool.resume.compare.not_verified import list_not_verified
 from ckpttool.resume.compare.verdict import Report
 from ckpttool.resume.report.html_page import render_html
 from ckpttool.resume.report.terminal import render_terminal
-from ckpttool.resume.trace.live_facts import list_own_loading
+from ckpttool.resume.trace.live_facts import list_own_load_functions
 from ckpttool.resume.trace.model import Step, Trace
 from ckpttool.resume.trace.side_state import collect_side_state
 
@@ -112,7 +112,7 @@ def test_what_a_recording_does_not_tell_to_be_lost_is_in_every_form_of_the_repor
             )
             others = {n: (t.dtype, t.shape, "ab") for n, t in opened.checkpoint.tensors.items() if t.path[0] == "rng"}
             got = run(values=beside.values, others=beside.others | others, layout=opened.layout.name)
-        checks = judge(recorded, got).checks
+        checks = judge_single_run(recorded, got).checks
         found[path] = Report(got, recorded, "strict", checks, not_verified=list_not_verified(recorded, got, checks))
     assert [line for line in found[saved].not_verified if line.startswith((random, counters))] == []
     report = found[folder]
@@ -143,7 +143,7 @@ def test_keys_that_only_one_version_writes_are_listed() -> None:
 
 def test_checks_that_could_not_be_made_are_listed_by_their_reason() -> None:
     a, b = Trace(unrecorded={"scaler": "it was not given", "extra": "nothing was given"}), run()
-    checks = judge(a, b)[0]
+    checks = judge_single_run(a, b)[0]
     found = list_not_verified(a, b, checks)
     aside = [c for c in checks if c.verdict == "not comparable"]
     assert len(aside) > 10
@@ -155,7 +155,7 @@ def test_checks_that_could_not_be_made_are_listed_by_their_reason() -> None:
 
 def test_of_a_load_that_failed_nothing_else_is_listed() -> None:
     b = run(failed="no", dropout_off=0.1)
-    assert list_not_verified(run(), b, judge(run(), b)[0]) == [
+    assert list_not_verified(run(), b, judge_single_run(run(), b)[0]) == [
         "everything after loading: the checkpoint could not be loaded"
     ]
 
@@ -167,41 +167,48 @@ PREFIXED = {f"a.net.{n}": shape for n, shape in JOB.items()}
 
 
 def test_a_module_that_all_names_begin_with_is_found_on_either_side() -> None:
-    assert compare_names(PREFIXED, JOB, [])["prefix"] == "a.net."
-    assert compare_names(PREFIXED, {f"net.{n}": s for n, s in JOB.items()}, [])["prefix"] == "a."
-    assert compare_names(JOB, PREFIXED, [])["job_prefix"] == "a.net."
+    assert compare_names_and_shapes(PREFIXED, JOB, [])["prefix"] == "a.net."
+    assert compare_names_and_shapes(PREFIXED, {f"net.{n}": s for n, s in JOB.items()}, [])["prefix"] == "a."
+    assert compare_names_and_shapes(JOB, PREFIXED, [])["job_prefix"] == "a.net."
     other = {**PREFIXED, "a.net.head.w": (17, 4)}
-    assert compare_names(other, JOB, [])["prefix"] == "", "a shape differs besides"
-    assert compare_names({**PREFIXED, "a.more": (1,)}, JOB, [])["prefix"] == ""
+    assert compare_names_and_shapes(other, JOB, [])["prefix"] == "", "a shape differs besides"
+    assert compare_names_and_shapes({**PREFIXED, "a.more": (1,)}, JOB, [])["prefix"] == ""
 
 
 def test_one_name_of_a_tied_parameter_is_enough() -> None:
     tied = [["block.w", "head.w"]]
     job = {**JOB, "head.w": (8, 4)}
     stored = {f"net.{n}": s for n, s in job.items() if n != "head.w"}
-    assert compare_names(stored, job, tied)["prefix"] == "net." and compare_names(stored, job, [])["prefix"] == ""
+    assert (
+        compare_names_and_shapes(stored, job, tied)["prefix"] == "net."
+        and compare_names_and_shapes(stored, job, [])["prefix"] == ""
+    )
 
 
 def test_the_advice_names_what_makes_it_fit() -> None:
-    assert "module_prefix='a.net.'" in describe_misfit(Trace(misfit=compare_names(PREFIXED, JOB, [])))
-    assert 'Let the job be the module below "a.net"' in describe_misfit(Trace(misfit=compare_names(JOB, PREFIXED, [])))
-    rows = compare_names({**JOB, "head.w": (17, 4)}, JOB, [])
+    assert "module_prefix='a.net.'" in describe_misfit(Trace(misfit=compare_names_and_shapes(PREFIXED, JOB, [])))
+    assert 'Let the job be the module below "a.net"' in describe_misfit(
+        Trace(misfit=compare_names_and_shapes(JOB, PREFIXED, []))
+    )
+    rows = compare_names_and_shapes({**JOB, "head.w": (17, 4)}, JOB, [])
     assert rows["rows"] == [17, 16] and "convert it with vocab_size=16" in describe_misfit(Trace(misfit=rows))
-    assert "rows" not in compare_names({**JOB, "head.w": (17, 5)}, JOB, [])
-    text = describe_misfit(Trace(misfit=compare_names({"x": (1,), "head.w": (3,)}, JOB, [])))
+    assert "rows" not in compare_names_and_shapes({**JOB, "head.w": (17, 5)}, JOB, [])
+    text = describe_misfit(Trace(misfit=compare_names_and_shapes({"x": (1,), "head.w": (3,)}, JOB, [])))
     assert text.startswith(
         "the checkpoint lacks 2 tensors of the job, first block.w; it has 1 tensor that the job lacks, first x; 1 tensor"
     )
     base = {"q.base_layer.weight": (8, 8)}
     adapter = {"q.lora_A.default.weight": (2, 8), "q.lora_B.default.weight": (8, 2)}
-    text = describe_misfit(Trace(misfit=compare_names(adapter, {**base, **adapter}, [])))
+    text = describe_misfit(Trace(misfit=compare_names_and_shapes(adapter, {**base, **adapter}, [])))
     assert "an adapter (r=2, 1 module) and none of the 1 tensor of the base model" in text and "adapter merge" in text
     assert "an adapter" not in describe_misfit(
-        Trace(misfit=compare_names({**base, **adapter}, {**base, **adapter, "k.weight": (8, 8)}, []))
+        Trace(misfit=compare_names_and_shapes({**base, **adapter}, {**base, **adapter, "k.weight": (8, 8)}, []))
     )
-    assert "the optimizer or the scheduler does not" in describe_misfit(Trace(misfit=compare_names(JOB, JOB, [])))
+    assert "the optimizer or the scheduler does not" in describe_misfit(
+        Trace(misfit=compare_names_and_shapes(JOB, JOB, []))
+    )
     why = "c does not fit the job: the state of the job's LambdaLR has base_lrs. Leave the scheduler out."
-    assert describe_misfit(Trace(failed=why, misfit=compare_names(JOB, JOB, []))).endswith(
+    assert describe_misfit(Trace(failed=why, misfit=compare_names_and_shapes(JOB, JOB, []))).endswith(
         "LambdaLR has base_lrs. Leave the scheduler out"
     )
 
@@ -212,8 +219,8 @@ def state(names: dict[str, Any]) -> dict[str, Any]:
 
 def test_it_does_not_fit_where_nothing_says_that_something_was_lost() -> None:
     part = {n: s for n, s in JOB.items() if n != "head.w"}
-    got = run(failed="no", misfit=compare_names(part, JOB, []), state=state(part))
-    fits, fails = run(state=state(JOB)), run(failed="no", misfit=compare_names(part, JOB, []))
+    got = run(failed="no", misfit=compare_names_and_shapes(part, JOB, []), state=state(part))
+    fits, fails = run(state=state(JOB)), run(failed="no", misfit=compare_names_and_shapes(part, JOB, []))
     recorded, other = Trace(state=state(JOB)), Trace(state=state(part))
     cases = {
         "none": None,
@@ -222,7 +229,7 @@ def test_it_does_not_fit_where_nothing_says_that_something_was_lost() -> None:
         "recorded had it": recorded,
         "nor had it": other,
     }
-    found = {n: Report(got, r, "strict", judge(r, got)[0]).word for n, r in cases.items()}
+    found = {n: Report(got, r, "strict", judge_single_run(r, got)[0]).word for n, r in cases.items()}
     assert found == {
         "none": "does not fit", "original fits": "fail", "original does not fit": "does not fit", "recorded had it": "fail",
         "nor had it": "does not fit",
@@ -230,12 +237,15 @@ def test_it_does_not_fit_where_nothing_says_that_something_was_lost() -> None:
 
 
 def test_names_that_only_begin_otherwise_are_no_loss_and_other_errors_are_no_misfit() -> None:
-    got = run(failed="no", misfit=compare_names(PREFIXED, JOB, []), state=state(PREFIXED))
-    assert does_not_fit(run(state=state(JOB)), got)
+    got = run(failed="no", misfit=compare_names_and_shapes(PREFIXED, JOB, []), state=state(PREFIXED))
+    assert does_not_fit_job(run(state=state(JOB)), got)
     damaged = run(failed="a file is damaged", state=state(JOB))
-    assert not does_not_fit(None, damaged) and Report(damaged, None, "strict", judge(None, damaged)[0]).exit_code == 10
-    lost = run(failed="no scheduler", misfit=compare_names(JOB, JOB, []), state=state(JOB))
-    assert not does_not_fit(Trace(state=state(JOB), values={"scheduler.last_epoch": 3}), lost)
+    assert (
+        not does_not_fit_job(None, damaged)
+        and Report(damaged, None, "strict", judge_single_run(None, damaged)[0]).exit_code == 10
+    )
+    lost = run(failed="no scheduler", misfit=compare_names_and_shapes(JOB, JOB, []), state=state(JOB))
+    assert not does_not_fit_job(Trace(state=state(JOB), values={"scheduler.last_epoch": 3}), lost)
 
 
 # ------------------------------------------------------------------------------------------------- the job's own loading
@@ -266,7 +276,7 @@ def test_loading_code_of_the_job_itself_is_listed_since_it_does_not_run() -> Non
     model[1]._register_load_state_dict_pre_hook(functools.partial(a_hook))
     optimizers[0].register_load_state_dict_pre_hook(print)
     here = __name__
-    found = list_own_loading(model, optimizers)
+    found = list_own_load_functions(model, optimizers)
     assert found == [
         f"{here}.Dequantised._load_from_state_dict", f"{here}.a_hook (a hook of 1)", "builtins.print (a hook of AdamW)",
         f"{here}.Corrupting.load_state_dict",
@@ -274,7 +284,7 @@ def test_loading_code_of_the_job_itself_is_listed_since_it_does_not_run() -> Non
     (said,) = [x for x in lines(Trace(), run(environment={"own_loading": found})) if "loading code" in x]
     assert said.startswith("loading code of the job's own classes, which did not run") and "Corrupting" in said
     plain = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    assert list_own_loading(plain, [torch.optim.AdamW(plain.parameters())]) == []
+    assert list_own_load_functions(plain, [torch.optim.AdamW(plain.parameters())]) == []
 
 
 def test_options_that_a_layout_does_not_hold_and_inputs_of_one_side_are_listed() -> None:

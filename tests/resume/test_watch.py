@@ -24,11 +24,11 @@ import torch.distributed as dist
 from ckpttool.errors import RankLost
 from ckpttool.resume.job import watchdog as watch
 from ckpttool.resume.job.watchdog import Beat, Stall, Watch
-from ckpttool.resume.ranks.torchrun import _prefix_of_attempt
+from ckpttool.resume.ranks.torchrun import _agree_on_store_prefix
 from ckpttool.resume.ranks.workspace import temporary_workspace
 
 TIMEOUT = 100.0
-PERIOD = watch.beat_period(TIMEOUT)
+PERIOD = watch.choose_beat_period(TIMEOUT)
 
 
 def after(beats: dict[int, Beat], seconds: float, dead: tuple[int, ...] = ()) -> Stall | None:
@@ -130,7 +130,7 @@ def test_beats_say_the_stage_the_stack_and_how_long_nothing_moved(tmp_path: Path
         with (tmp_path / "much").open("wb") as f:
             f.write(bytes(2 << 20))
         time.sleep(0.25)
-    assert watch.current_stage() == "a stage"
+    assert watch.get_current_stage() == "a stage"
     assert [b.count for b in published] == list(range(1, len(published) + 1)) and len(published) >= 6
     last = published[-1]
     assert (last.rank, last.pid, last.what, last.waits) == (3, os.getpid(), "a stage", "")
@@ -212,7 +212,7 @@ def test_an_attempt_of_torchrun_meets_under_keys_that_no_earlier_one_has_used() 
 
         def join(rank: int, world: int = world, found: dict[int, Any] = found) -> None:
             time.sleep(0.1 * (rank == 1))
-            found[rank] = _prefix_of_attempt(store, rank, world, patience)
+            found[rank] = _agree_on_store_prefix(store, rank, world, patience)
 
         threads = [threading.Thread(target=join, args=(rank,)) for rank in range(world)]
         for thread in threads:
@@ -228,4 +228,4 @@ def test_a_rank_that_does_not_come_is_counted() -> None:
     store = dist.HashStore()
     store.set("ckpttool-asks-1", "of an earlier attempt")
     with pytest.raises(dist.DistStoreError, match="of 2 ranks, 1 did not come"):
-        _prefix_of_attempt(store, 0, 2, timedelta(seconds=0.1))
+        _agree_on_store_prefix(store, 0, 2, timedelta(seconds=0.1))

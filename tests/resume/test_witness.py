@@ -16,7 +16,7 @@ from judged import Runs, first
 from peers import REPOSITORY
 from ranks import forked, one_at_a_time, torchrun
 
-from ckpttool.resume.compare.judge import judge
+from ckpttool.resume.compare.judge import judge_single_run
 from ckpttool.resume.compare.not_verified import list_not_verified
 from ckpttool.resume.diagnosis.causes import find_causes
 from ckpttool.resume.job.origin import _MetadataUnpickler
@@ -51,7 +51,7 @@ def test_torch_and_ckpttool_load_alike(runs: Runs, name: str) -> None:
     reference, got = runs.traces[f"origin {name}"], runs.traces[f"own {name}"]
     assert reference.loaders == dict.fromkeys(("model", "optim", "scheduler"), TORCH[name])
     assert set(got.loaders.values()) == {"ckpttool"}
-    checks = judge(reference, got).checks
+    checks = judge_single_run(reference, got).checks
     assert first(checks) is None
     by_name = {c.name: c for c in checks}
     assert by_name["state.values"].verdict == by_name["state.reference"].verdict == "pass"
@@ -68,10 +68,10 @@ def test_torch_and_ckpttool_load_alike(runs: Runs, name: str) -> None:
 def test_a_fault_of_the_loader_is_no_fault_of_both_sides(runs: Runs, fault: str, check: str, cause: str) -> None:
     reference, got = runs.traces[f"origin {fault}"], runs.traces[fault]
     assert set(reference.loaders.values()) == {TORCH["dcp"]}, "the spoiled loader has no part in it"
-    checks = judge(reference, got).checks
+    checks = judge_single_run(reference, got).checks
     assert check in {c.name for c in checks if c.verdict == "fail"}
     assert find_causes(reference, got, checks)[0].kind == cause
-    both = judge(got, got).checks
+    both = judge_single_run(got, got).checks
     assert first(both) is None, "where ckpttool loads both sides, nobody sees it"
     assert any("it loaded both sides, as asked" in text for text in list_not_verified(got, got, both))
 

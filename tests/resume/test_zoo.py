@@ -19,7 +19,7 @@ from spoiling import Fault, one_of_each_kind
 from zoo_faults import BATCH, DIGESTS, FAULTS, LOADER, PROBE, RANDOM, SCALER, SCHEDULER, VALUES
 
 import ckpttool
-from ckpttool.resume.compare.judge import judge
+from ckpttool.resume.compare.judge import judge_single_run
 
 pytestmark = [pytest.mark.live, pytest.mark.slow]
 
@@ -84,7 +84,7 @@ def test_each_fault_of_the_second_suite_has_its_verdict(name: str, zoo: Runs, zo
 
 
 def test_the_checkpoint_itself_passes_against_the_recording_of_its_own_job(zoo: Runs, zoo_original: Zoo) -> None:
-    checks = judge(zoo_original.recorded("reference"), zoo.traces["job"]).checks
+    checks = judge_single_run(zoo_original.recorded("reference"), zoo.traces["job"]).checks
     assert not [(c.name, c.text) for c in checks if c.verdict == "fail"]
     passed = {c.name for c in checks if c.verdict == "pass"}
     assert {SCHEDULER, SCALER, LOADER, RANDOM, VALUES, PROBE, BATCH, DIGESTS} <= passed

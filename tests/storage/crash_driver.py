@@ -54,7 +54,7 @@ class Fault:
         self.n, self.error, self.count = n, error, 0
         names = WRITES + (READS if error else ())
         self.real: list[tuple[Any, str, Any]] = [(os, name, getattr(os, name)) for name in names]
-        self.real += [(builtins, "open", builtins.open), (partial, "rename2", partial.rename_special)]
+        self.real += [(builtins, "open", builtins.open), (partial, "rename2", partial.rename_with_flags)]
         for module, name, real in self.real:
             setattr(module, name, self._counted(real))
 

@@ -97,8 +97,8 @@ def test_conditions(container: str) -> None:
     empty = ObjectUpload(f"{container}/empty", force=False)
     empty.commit()
     assert objects.get_with_token(f"{container}/empty")[0] == b""
-    objects.remove_object(f"{container}/a")
-    objects.hide_object(f"{container}/a")
+    objects.delete_object_versions(f"{container}/a")
+    objects.delete_remote_object(f"{container}/a")
     assert objects.get_with_token(f"{container}/a") == (b"", None)
 
 

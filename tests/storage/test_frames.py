@@ -110,18 +110,18 @@ def test_an_item_that_is_stored_column_by_column(lean: Lean, tmp_path: Path) -> 
 def moved_record(path: Path, name: str, by: int) -> None:
     """Write a .pt file again with `by` more bytes before the record `name`, and as many fewer behind it."""
     data = path.read_bytes()
-    records = zip_bytes.zip_records(lambda a, n: data[a : a + n], 0, len(data), "x")
+    records = zip_bytes.read_zip_records(lambda a, n: data[a : a + n], 0, len(data), "x")
     out, rows = bytearray(), []
     for short, r in sorted(records.items(), key=lambda row: row[1].offset):
         at, payload = len(out), data[r.offset : r.offset + r.length]
-        header = bytearray(zip_bytes.local_header(f"archive/{short}", r.length, r.crc32, at, 64))
+        header = bytearray(zip_bytes.make_local_header(f"archive/{short}", r.length, r.crc32, at, 64))
         if short == name:
             extra = struct.unpack_from("<H", header, 28)[0]
             struct.pack_into("<H", header, 28, extra + by)
             header += bytes(by)
         out += header + payload + (bytes(64 - by) if short == name else bytes(64) if short.startswith("data/") else b"")
         rows.append((f"archive/{short}", at, r.length, r.crc32, False))
-    path.write_bytes(out + zip_bytes.central_directory(rows, len(out)))
+    path.write_bytes(out + zip_bytes.make_central_directory(rows, len(out)))
 
 
 def test_a_record_that_begins_elsewhere(lean: Lean, tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ def test_how_many_files_are_open_at_once() -> None:
         )
         opened, draft = planned.opened, planned.draft
         opened.source.close()
-        assert object_destinations._max_open_files(draft) == many
+        assert object_destinations._compute_max_open_files(draft) == many
         assert to == "dcp" or len(draft.files) > 5
 
 

@@ -377,7 +377,7 @@ def spoil_frame(left: Path) -> None:
 
 @pytest.fixture
 def no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partial, "rename_special", lambda *args: False)
+    monkeypatch.setattr(partial, "rename_with_flags", lambda *args: False)
 
 
 class Killed(BaseException):
@@ -472,7 +472,7 @@ def test_what_cannot_be_put_back_is_kept_and_said(src: Path, dst: Path, no_excha
     assert "untouched" not in str(e.value)
     (left,) = beside(dst)
     assert contents(left / "old") == before
-    assert partial.remove(str(left), str(dst)) is not None and contents(left / "old") == before
+    assert partial.remove_partial_folder(str(left), str(dst)) is not None and contents(left / "old") == before
     ckpttool.convert(src, dst, force=True, **HOW)
     assert same(src, dst)
 
@@ -545,7 +545,7 @@ def test_an_interruption_of_the_cleanup_says_so(src: Path, dst: Path, monkeypatc
     def stop(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(partial, "remove", stop)
+    monkeypatch.setattr(partial, "remove_partial_folder", stop)
     with pytest.raises(Interrupted, match="new checkpoint is in place") as e:
         ckpttool.convert(src, dst, **HOW)
     assert "untouched" not in str(e.value)
@@ -715,7 +715,9 @@ def test_clean_that_could_not_remove_something_is_no_success(
     src: Path, dst: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     left = interrupted(src, dst)
-    monkeypatch.setattr(partial, "remove", lambda folder, target: f"{folder} could not be removed (busy)")
+    monkeypatch.setattr(
+        partial, "remove_partial_folder", lambda folder, target: f"{folder} could not be removed (busy)"
+    )
     monkeypatch.setattr(sys, "argv", ["ckpttool", "clean", str(dst)])
     for name in ("stdout", "stderr"):  # main wraps them
         monkeypatch.setattr(sys, name, getattr(sys, name))

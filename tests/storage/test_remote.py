@@ -402,7 +402,7 @@ def test_no_credential_of_a_url(url: str) -> None:
     ],
 )
 def test_words(said: str, shown: str) -> None:
-    assert retries.redacted_message(OSError(said)) == shown
+    assert retries.redact_message(OSError(said)) == shown
 
 
 class _Ranges(SimpleHTTPRequestHandler):
@@ -485,7 +485,7 @@ def test_checkpoints_over_http(web: str, tmp_path: Path, monkeypatch: pytest.Mon
     for _ in range(2):
         planned = planning.plan(f"{web}/run", "x", to="full")
         opened, draft, target = planned.opened, planned.draft, planned.target
-        plans.append(planning.plan_id(opened.source, draft, target, {}))
+        plans.append(planning.compute_plan_id(opened.source, draft, target, {}))
     assert plans[0] != plans[1]  # so that nothing is continued that may be of other bytes
 
 
@@ -537,8 +537,8 @@ def test_any_store_of_fsspec() -> None:
     assert objects.get_with_token(f"{url}/a") == (b"9876543210", "")
     assert objects.get_with_token(f"{url}/none") == (b"", None)
     assert objects.set_legal_hold(f"{url}/a", on=True) is False
-    objects.remove_object(f"{url}/a")
-    objects.remove_object(f"{url}/a")
+    objects.delete_object_versions(f"{url}/a")
+    objects.delete_object_versions(f"{url}/a")
     assert RemoteSource(url).list() == ["b"]
 
 
@@ -763,12 +763,12 @@ def test_lock_refuses_deletion(s3: Moto, monkeypatch: pytest.MonkeyPatch, mode: 
             Retention={"Mode": "GOVERNANCE", "RetainUntilDate": datetime(2044, 1, 1, tzinfo=UTC)},
         )
     with pytest.raises(RemoteError, match="AccessDenied") as e:
-        objects.remove_object(url)
+        objects.delete_object_versions(url)
     assert e.value.exit_code == 9 and url in str(e.value)
     assert get(s3, url) == b"kept"  # and no mark hides it
     if mode == "hold":
         assert objects.set_legal_hold(url, on=False) is True
-        objects.remove_object(url)
+        objects.delete_object_versions(url)
         assert get(s3, url) is None
 
 
@@ -778,7 +778,7 @@ def test_removes_every_version(s3: Moto, monkeypatch: pytest.MonkeyPatch) -> Non
     for k in range(3):
         put(s3, f"{bucket}/a", b"%d" % k)
     put(s3, f"{bucket}/ab", b"other")
-    objects.remove_object(f"{bucket}/a")
+    objects.delete_object_versions(f"{bucket}/a")
     left = client.list_object_versions(Bucket=name)
     assert [v["Key"] for v in left.get("Versions", [])] == ["ab"] and not left.get("DeleteMarkers")
 
@@ -788,7 +788,7 @@ def test_a_locked_older_version_keeps_the_newer(s3: Moto, monkeypatch: pytest.Mo
     put(s3, f"{bucket}/a", b"old", ObjectLockLegalHoldStatus="ON")
     put(s3, f"{bucket}/a", b"new")
     with pytest.raises(RemoteError, match="AccessDenied"):
-        objects.remove_object(f"{bucket}/a")
+        objects.delete_object_versions(f"{bucket}/a")
     assert get(s3, f"{bucket}/a") == b"new"
 
 
@@ -800,8 +800,8 @@ def test_hold_where_there_are_none(s3: Moto, bucket: str) -> None:
 def test_remove(s3: Moto, bucket: str) -> None:
     put(s3, f"{bucket}/a", b"x")
     put(s3, f"{bucket}/ab", b"x")
-    objects.remove_object(f"{bucket}/a")
-    objects.remove_object(f"{bucket}/a")
+    objects.delete_object_versions(f"{bucket}/a")
+    objects.delete_object_versions(f"{bucket}/a")
     assert get(s3, f"{bucket}/a") is None and get(s3, f"{bucket}/ab") == b"x"
 
 
@@ -819,7 +819,7 @@ def test_swap(s3: Moto, bucket: str) -> None:
     assert objects.put_if_unchanged(url, b"13", token) is False
     assert get(s3, url) == b"12"
     _, token = objects.get_with_token(url)
-    objects.remove_object(url)
+    objects.delete_object_versions(url)
     assert objects.put_if_unchanged(url, b"14", token) is False
     assert get(s3, url) is None
 

@@ -33,7 +33,7 @@ from ckpttool.formats.pickles import Opaque
 
 __all__ = ["SOURCES", "SUFFIX", "WRITTEN", "case", "converted", "run", "saved_state", "unaccounted"]
 
-WRITTEN = tuple(layouts.writable())
+WRITTEN = tuple(layouts.list_writable_layouts())
 SOURCES = sorted(
     path / "ckpt"
     for path in (Path(__file__).resolve().parents[2] / "fixtures").iterdir()

@@ -133,13 +133,13 @@ def _judge(store: str, work: Path) -> None:
             before = [
                 x for x in lines if x["seq"] < e["seq"] and not (x["event"] == "delete" and x["seq"] == e["begun"])
             ]
-            if held := archive_store.holds_in_ledger(before, e["archive"])[0]:
+            if held := archive_store.find_holds_in_ledger(before, e["archive"])[0]:
                 bad.append(
                     f"line {e['seq']} {e['event']} {e['archive']}, held by line {[h['seq'] for h in held.values()]}"
                 )
     for name in (f"{n}.tar.zst" for n in NAMES):
-        held = archive_store.holds_in_ledger(lines, name)[0]
-        there = archive_store.archive_names(store)
+        held = archive_store.find_holds_in_ledger(lines, name)[0]
+        there = archive_store.list_archive_names(store)
         found = archive_store.read_archive_facts(store, name)[1] if name in there else "it is gone"
         for h in held.values():
             if isinstance(found, str) or found.manifest_sha256 != h["manifest_sha256"]:
@@ -149,7 +149,7 @@ def _judge(store: str, work: Path) -> None:
         beside = {h["reason"] for h in history.files.get(name, ())}
         if held.keys() - beside or (held.keys() != beside and not store.startswith("s3://")):
             bad.append(f"{name}: the ledger holds it for {sorted(held)}, the file for {sorted(beside)}")
-    bad += [f"{r.name}: {r.warnings[0]}" for r in archive_store.list_missing(store)]
+    bad += [f"{r.name}: {r.warnings[0]}" for r in archive_store.list_missing_archives(store)]
     ledger.verify_chain(store)
     if bad:
         bad.append(

@@ -100,13 +100,13 @@ def ask(config: dict[str, Any], tensors: dict[str, tuple[int, ...]] | None, load
     def here(function: str, argument: str, work_bytes: int, text: bytes) -> bytes:
         kept, sys.stdin = (torch.Tensor.contiguous, sys.stdin), SimpleNamespace(buffer=io.BytesIO(text))  # type: ignore[assignment]
         try:
-            return hub_names._answer(argument)
+            return hub_names._compute_relation(argument)
         finally:
             torch.Tensor.contiguous, sys.stdin = kept  # type: ignore[method-assign]
 
     child, hub_names.run_in_child = hub_names.run_in_child, here
     try:
-        return hub_names.relate(config, tensors, load=load)
+        return hub_names.relate_to_hub(config, tensors, load=load)
     finally:
         hub_names.run_in_child = child
 

@@ -259,14 +259,14 @@ def test_a_save_is_read_again_when_it_is_overwritten_and_its_deletion_is_said(jo
 def test_a_save_that_goes_while_it_is_read_is_no_error(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         job.save()
-    real = watch_module.examine
+    real = watch_module.examine_save
 
     def examine(save: Any, *more: Any) -> Any:
         if save.name == "step-1":
             shutil.rmtree(save.path)
         return real(save, *more)
 
-    monkeypatch.setattr(watch_module, "examine", examine)
+    monkeypatch.setattr(watch_module, "examine_save", examine)
     events = look(job.run, 2)
     assert words(events) == [("step-2", "verified"), ("step-1", "deleted")] and events[1]["was"] == "not read"
 

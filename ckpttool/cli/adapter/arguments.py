@@ -33,13 +33,13 @@ Rslora = Annotated[
 
 
 def run_and_print(call: Callable[[Meter], ConvertResult], *, as_json: bool, quiet: bool, verbose: bool) -> None:
-    """Convert, showing progress, and print the result.
+    """Run a conversion, show its progress, and print its result.
 
     Args:
-        call: converts; it is called with what shows the progress.
+        call: runs the conversion and returns the result; it is called with the function that shows progress.
         as_json: print the result as JSON.
-        quiet: print the digests alone.
-        verbose: name every entry that was left behind.
+        quiet: print only the digests.
+        verbose: print the name of every entry that was not converted.
     """
     with Meter(quiet) as meter:
         done = call(meter)

@@ -84,7 +84,7 @@ def merge(
     --config names the base model's config, --adapter-config the folder with adapter_config.json. Without --to the model
     is written as hf.
     """
-    from ...engine.adapter import adapter_merge, merge_target
+    from ...engine.adapter import adapter_merge, choose_layout_or_hf
 
     if len(paths) not in (2, 3):
         raise UsageError(
@@ -93,7 +93,7 @@ def merge(
             code="CKPT0201",
         )
     src, adapter, dst = paths[0], paths[1] if len(paths) == 3 else None, paths[-1]
-    writing = add_layout_options(ctx, replace(writing, to=merge_target(writing.to, dst).name), dst)
+    writing = add_layout_options(ctx, replace(writing, to=choose_layout_or_hf(writing.to, dst).name), dst)
     run_and_print(
         lambda meter: adapter_merge(
             src,

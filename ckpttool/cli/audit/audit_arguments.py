@@ -20,8 +20,8 @@ __all__ = [
     "NoLedger",
     "Scratch",
     "Store",
-    "print_entry",
-    "threads_of",
+    "choose_thread_count",
+    "print_ledger_entry",
 ]
 
 ArchivePath = Annotated[str, typer.Argument(metavar="ARCHIVE", help="An archive, NAME.tar.zst or NAME.tar.zst.age.")]
@@ -46,18 +46,18 @@ FailIfMissing = Annotated[
 ]
 
 
-def threads_of(given: int | None) -> int:
-    """Return the number of threads.
+def choose_thread_count(given: int | None) -> int:
+    """Return the number of threads to use.
 
     Args:
-        given: what --jobs was given; None: one per core, from two to eight. SHA-256 is one stream, which eight
-            compressing threads keep busy.
+        given: the value of --jobs; None: one thread per core, from two to eight. More do not help: SHA-256 runs in one
+            thread, which eight compressing threads keep busy.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
     return given or min(8, max(2, cores))
 
 
-def print_entry(entry: dict[str, Any], as_json: bool) -> None:
+def print_ledger_entry(entry: dict[str, Any], as_json: bool) -> None:
     """Print a line of the ledger on stdout: its number and hash, or all of it as JSON."""
     if as_json:
         print_json(entry)

@@ -25,7 +25,7 @@ from ..terminal import (
     print_json,
     say,
 )
-from .audit_arguments import Jobs, NoLedger, threads_of
+from .audit_arguments import Jobs, NoLedger, choose_thread_count
 
 __all__ = ["export"]
 
@@ -67,9 +67,11 @@ def _parse_meta(pairs: list[str] | None) -> tuple[tuple[str, str], ...]:
     return tuple(out)
 
 
-def _source_date_epoch(reproducible: bool) -> int | None:
-    """Return the environment variable SOURCE_DATE_EPOCH, a time in seconds
-    (https://reproducible-builds.org/specs/source-date-epoch/); None if it is not set, or --reproducible is not given.
+def _read_source_date_epoch(reproducible: bool) -> int | None:
+    """Return the time in SOURCE_DATE_EPOCH, an environment variable, in seconds; None if it is not set or
+    `reproducible` is false.
+
+    Source: https://reproducible-builds.org/specs/source-date-epoch/
 
     Raises:
         UsageError: it is not a number of seconds.
@@ -170,7 +172,7 @@ def export(
         git_commit=git_commit,
         only=tuple(reading.only or ()) or None,
         reproducible=reproducible,
-        epoch=_source_date_epoch(reproducible),
+        epoch=_read_source_date_epoch(reproducible),
         retain=retain,
         hold=legal_hold,
         lock_mode=lock_mode,
@@ -189,7 +191,9 @@ def export(
             in_ledger=not no_ledger,
             reading=replace(reading, only=None),  # it is what the archive holds
             writing=writing,
-            running=replace(running, force=force, verify=not no_verify, threads=threads_of(jobs), progress=meter),
+            running=replace(
+                running, force=force, verify=not no_verify, threads=choose_thread_count(jobs), progress=meter
+            ),
         )
     if as_json:
         print_json(

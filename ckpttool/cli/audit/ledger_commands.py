@@ -15,7 +15,7 @@ from ..terminal import (
     print_json,
     say,
 )
-from .audit_arguments import ArchivePath, FailIfMissing, Store, print_entry
+from .audit_arguments import ArchivePath, FailIfMissing, Store, print_ledger_entry
 
 if TYPE_CHECKING:
     from ...audit.archive_store import ListingRow
@@ -41,26 +41,26 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Check that no line of a store's ledger was altered, removed or inserted, and that its archives are there."""
-    from ...audit.archive_store import list_missing
+    from ...audit.archive_store import list_missing_archives
     from ...audit.ledger import verify_chain as run
 
     found = run(store, head)
-    gone = list_missing(store)
+    gone = list_missing_archives(store)
     if as_json:
         rows = [{"name": r.name, "retain_until": r.retain_until, "held": r.held} for r in gone]
         print_json({**found, "missing": rows})
     else:
-        _print_chain(found, gone)
+        _print_chain_check(found, gone)
     if fail_if_missing and gone:
         raise typer.Exit(Differs.exit_code)
 
 
-def _print_chain(found: dict[str, Any], gone: list[ListingRow]) -> None:
-    """Print what a check of a ledger found.
+def _print_chain_check(found: dict[str, Any], gone: list[ListingRow]) -> None:
+    """Print the result of checking a ledger: its head on stdout, everything else on stderr.
 
     Args:
         found: the result of `ledger.verify_chain`.
-        gone: archives that are missing.
+        gone: the archives that are missing from the store.
     """
     note(f"{found['entries']} entries, from {found['first']} to {found['last']}, in one chain")
     for b in found["backwards"]:
@@ -81,7 +81,7 @@ def add(archive: ArchivePath, as_json: Json = False) -> None:
     """Add an archive that is missing from the ledger of its store; print its line if it is there."""
     from ...audit.archive_store import add_to_ledger as run
 
-    print_entry(run(archive), as_json)
+    print_ledger_entry(run(archive), as_json)
 
 
 @about(

@@ -13,7 +13,7 @@ from ..layout_options import add_layout_options
 from ..results import describe_read_back, print_notes, print_result
 from ..shared_options import EDITS, add_shared_options
 from ..terminal import Json, Meter, Quiet, print_json
-from .audit_arguments import ArchivePath, Identity, Jobs, Scratch, threads_of
+from .audit_arguments import ArchivePath, Identity, Jobs, Scratch, choose_thread_count
 
 __all__ = ["restore"]
 
@@ -80,7 +80,7 @@ def restore(
             scratch=scratch,
             reading=reading,
             writing=writing,
-            running=replace(running, threads=threads_of(jobs), progress=meter),
+            running=replace(running, threads=choose_thread_count(jobs), progress=meter),
         )
     if as_json:
         print_json({**done.to_json(), **meter.measure_costs()})

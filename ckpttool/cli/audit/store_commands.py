@@ -19,7 +19,7 @@ from ..terminal import (
     print_json,
     say,
 )
-from .audit_arguments import ArchivePath, FailIfMissing, Store, print_entry
+from .audit_arguments import ArchivePath, FailIfMissing, Store, print_ledger_entry
 
 if TYPE_CHECKING:
     from ...audit.archive_store import ListingRow
@@ -158,7 +158,7 @@ def hold(
     """Put an archive on legal hold: nothing deletes it until the hold is released."""
     from ...audit.holds import hold as run
 
-    print_entry(run(archive, reason), as_json)
+    print_ledger_entry(run(archive, reason), as_json)
 
 
 @about(
@@ -173,4 +173,4 @@ def release(
     """End all legal holds of an archive; retention continues."""
     from ...audit.holds import release as run
 
-    print_entry(run(archive, reason), as_json)
+    print_ledger_entry(run(archive, reason), as_json)

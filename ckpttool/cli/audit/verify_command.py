@@ -19,7 +19,7 @@ from ..terminal import (
     print_json,
     say,
 )
-from .audit_arguments import ArchivePath, Identity, Jobs, NoLedger, Scratch, threads_of
+from .audit_arguments import ArchivePath, Identity, Jobs, NoLedger, Scratch, choose_thread_count
 
 if TYPE_CHECKING:
     from ...audit.archive_verification import ArchiveVerdict
@@ -88,7 +88,7 @@ def verify(
             identities=identity or (),
             scratch=scratch,
             in_ledger=not no_ledger,
-            jobs=threads_of(jobs),
+            jobs=choose_thread_count(jobs),
             workers=workers,
             progress=meter,
         )

@@ -9,7 +9,7 @@ from ...index import boxes
 from ...index.checkpoint import ITEMSIZE, TensorEntry
 from .dtypes import bits_dtype
 
-__all__ = ["EXPONENT", "Averages", "averages_of", "describe_negative"]
+__all__ = ["EXPONENT", "Averages", "describe_negative_averages", "find_nonnegative_state"]
 
 #: Slots of optimizers that are sums or averages of squares or of absolute values.
 _NOT_NEGATIVE = frozenset(
@@ -46,12 +46,17 @@ class Averages:
         self.found: dict[str, tuple[int, int]] = {}
 
     def add(self, name: str, dtype: str, first: int, data: memoryview) -> bool:
-        """Count the negative elements in a piece of a tensor, and tell whether there are any; NaN and -0 do not count.
-        Tensors that are not in `names`, or whose dtype is not in `EXPONENT`, are passed over.
+        """Count the negative elements in a piece of a tensor and add them to `found`; NaN and -0 do not count as
+        negative.
 
         Args:
+            name: tensor name; a tensor that is not in `names` is ignored.
+            dtype: a tensor whose dtype is not in `EXPONENT` is ignored.
             first: flat index of the first element of the piece.
-            data: its bytes.
+            data: the bytes of the piece.
+
+        Returns:
+            Whether the piece holds negative elements; False for ignored tensors.
         """
         if name not in self.names or dtype not in EXPONENT:
             return False
@@ -70,19 +75,21 @@ class Averages:
         return n > 0
 
 
-def averages_of(tensors: Mapping[str, TensorEntry]) -> frozenset[str]:
-    """Return the names of the tensors of an optimizer that cannot be negative: sums or averages of squares or of
+def find_nonnegative_state(tensors: Mapping[str, TensorEntry]) -> frozenset[str]:
+    """Return the names of the optimizer state tensors that cannot be negative: sums or averages of squares or of
     absolute values."""
     return frozenset(n for n, t in tensors.items() if t.component == "optim" and str(t.path[-1]) in _NOT_NEGATIVE)
 
 
-def describe_negative(found: Mapping[str, tuple[int, int]], tensors: Mapping[str, TensorEntry], at: str = "") -> str:
-    """Return a text that says, for people, what elements below 0 mean.
+def describe_negative_averages(
+    found: Mapping[str, tuple[int, int]], tensors: Mapping[str, TensorEntry], at: str = ""
+) -> str:
+    """Return the error text for averages of squares that hold negative elements: what they mean and what to do.
 
     Args:
-        found: {tensor: (its elements below 0, the flat index of the first)}, not empty.
-        tensors: {name: tensor}, those in `found` among them.
-        at: where the first element is, "at [3, 4], in FILE"; if "", its index is written.
+        found: {tensor name: (count of negative elements, flat index of the first one)}, not empty.
+        tensors: {tensor name: its index entry}, at least for the names in `found`.
+        at: where the first negative element is, "at [3, 4], in FILE"; if "", its index in the tensor is written.
     """
     name, (n, first) = next(iter(found.items()))
     t = tensors[name]

@@ -47,8 +47,10 @@ class BlockPlan:
 
 
 def plan_blocks(jobs: Iterable[StreamJob], block_bytes: int) -> Iterator[BlockPlan]:
-    """Yield the blocks in which tensors are streamed, in order; none is larger than `block_bytes`, neither in the dtype
-    that is read nor in the one that is handed on."""
+    """Yield the plans of the blocks in which tensors are streamed, in the order of `jobs`.
+
+    No block is larger than `block_bytes`, neither in the stored dtype nor in the dtype that the job asks for.
+    """
     for job in jobs:
         e = job.entry
         item = ITEMSIZE[e.dtype]
@@ -56,7 +58,7 @@ def plan_blocks(jobs: Iterable[StreamJob], block_bytes: int) -> Iterator[BlockPl
         if e.numel == 0:
             yield BlockPlan(job, 0, 0, (0,) * len(e.shape), e.shape, [], False, True)
             continue
-        rows = _flat_rows(e)
+        rows = _list_flat_chunks(e)
         if rows is None or (job.boxed and len(rows) > 1):
             yield from _plan_slabs(job, most)
         elif job.boxed:
@@ -71,9 +73,11 @@ def plan_blocks(jobs: Iterable[StreamJob], block_bytes: int) -> Iterator[BlockPl
                     yield BlockPlan(job, a, n, (a - first,), (), [(row, (), ())], True, a + n == e.numel)
 
 
-def _flat_rows(e: TensorEntry) -> list[tuple[int, int, int]] | None:
-    """Return (number of the chunk, first element, count of elements) of each chunk of a tensor, in the order of the
-    elements; None unless every chunk is a flat, uncompressed, row-major range."""
+def _list_flat_chunks(e: TensorEntry) -> list[tuple[int, int, int]] | None:
+    """Return (chunk number, first element, element count) of each chunk of a tensor, in the order of the elements.
+
+    None unless every chunk is a contiguous, uncompressed, row-major range of the flattened tensor.
+    """
     c = e.chunks
     if c.strides or c.zstd:
         return None
@@ -93,8 +97,8 @@ def _flat_rows(e: TensorEntry) -> list[tuple[int, int, int]] | None:
 
 
 def _plan_slabs(job: StreamJob, most: int) -> Iterator[BlockPlan]:
-    """Yield a tensor as slabs (boxes that are flat ranges of it) of at most `most` elements, each put together from the
-    chunks that meet it."""
+    """Yield the plans of a tensor's slabs (boxes that are contiguous ranges of the flattened tensor) of at most `most`
+    elements; each slab is assembled from the chunks that intersect it."""
     e = job.entry
     chunks = [(k, c.start, c.shape) for k, c in enumerate(e.chunks) if prod(c.shape)]
     for start, shape in boxes.cut_into_slabs(e.shape, most):

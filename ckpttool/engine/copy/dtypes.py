@@ -78,7 +78,7 @@ def _choose_converter(dtype: str, to: str) -> Callable[[Array, Array], object]:
         table = _conversion_table(dtype, to)
         return lambda piece, part: np.take(table, piece.view("u1"), out=part, mode="clip")
     if to == "float8_e8m0fnu":
-        return lambda piece, part: _convert_to_exponents(piece, part)
+        return lambda piece, part: _convert_to_e8m0(piece, part)
 
     def convert(piece: Array, part: Array) -> None:
         """Write the elements of `piece` to `part` by numpy, with the steps that torch takes."""
@@ -127,9 +127,11 @@ def _set_nans(piece: Array, part: Array, dtype: str, to: str) -> None:
         part.view("u2")[nan] |= (piece.view("u2")[nan] & 0x3F) << 3
 
 
-def _convert_to_exponents(piece: Array, part: Array) -> None:
-    """Write the numbers of `piece` to `part` as float8_e8m0fnu: the exponent of the float32, rounded to nearest, and up
-    where two are equally near, but for 2**-127.
+def _convert_to_e8m0(piece: Array, part: Array) -> None:
+    """Write the magnitudes of the numbers in `piece` to `part` as float8_e8m0fnu, rounded to the nearest power of two.
+
+    A number halfway between two powers of two becomes the larger one; what is below 2**-127 becomes 2**-127, infinity
+    and NaN become NaN.
 
     Source: torch/headeronly/util/Float8_e8m0fnu.h, fp8e8m0fnu_from_fp32_value.
     """
@@ -146,9 +148,11 @@ _ENDS = {"float16": 0x7C00, "bfloat16": 0x7F80, "float8_e5m2": 0x7C, "float8_e4m
 
 
 def _may_have_lost(part: Array, dtype: str, to: str) -> bool:
-    """Decide whether a cast may have lost numbers: whether any element of its result `part` is infinite, NaN or the
-    largest that there is. False for casts between numpy's own dtypes, since numpy itself reports that a number
-    overflows."""
+    """Tell whether a cast may have lost numbers, without comparing them: whether any element of its result `part` is
+    infinite, NaN or the largest number of `to`.
+
+    False for casts between numpy's own dtypes, since numpy itself reports an overflow.
+    """
     if to in _ENDS and not (to == "float16" and dtype in ("float64", "float32")):
         end, item = _ENDS[to], part.itemsize
         return bool(part.view(f"i{item}").max() >= end or part.view(f"u{item}").max() >= end + (1 << 8 * item - 1))
@@ -186,8 +190,9 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 
 
 def numbers(data: bytes | memoryview | Array, dtype: str) -> Array:
-    """Return the numbers in a buffer as a flat array, in the numpy dtype of the torch one; of pairs of float4, the one
-    in the lower four bits first.
+    """Return a buffer as a flat array in the numpy dtype that corresponds to the torch dtype `dtype`.
+
+    float4_e2m1fn_x2 is unpacked: of the two numbers in a byte, the one in the lower four bits comes first.
     """
     import numpy as np
 

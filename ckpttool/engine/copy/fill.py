@@ -40,11 +40,11 @@ from ...storage.buffers import DEFAULT_BUDGET, IOBudget
 from ...storage.destination_protocol import Altered, Destination, DestinationFile
 from ...storage.local_file import WriterPool
 from ...storage.source import Source
-from .averages import Averages, describe_negative
+from .averages import Averages, describe_negative_averages
 from .dtypes import NOTHING, CastLosses, bits_dtype
 from .stream import Block, Reader, StreamJob
 
-__all__ = ["ChunkRow", "Progress", "Scatter", "fill", "lost_notes", "note_lost", "silent"]
+__all__ = ["ChunkRow", "Progress", "Scatter", "describe_cast_losses", "fill", "record_cast_losses", "silent"]
 
 _JOURNAL_BYTES = 1 << 30
 _JOURNAL_SECONDS = 5.0
@@ -117,7 +117,7 @@ def fill(
         run = _Filling(draft, source, files, records, destination, budget)
         try:
             digests = run.run(progress)
-            note_lost(draft, run.lost)
+            record_cast_losses(draft, run.lost)
             return digests
         except Altered:
             destination.restart()
@@ -129,9 +129,9 @@ def fill(
             run.close()
 
 
-def note_lost(draft: Draft, lost: Mapping[str, Iterable[int]]) -> None:
-    """Put into `draft.lost`, under the names of the source, what casts could not hold; of several copies of a tensor,
-    the one that lost most.
+def record_cast_losses(draft: Draft, lost: Mapping[str, Iterable[int]]) -> None:
+    """Record in `draft.lost`, by the tensor names of the source, the numbers that casts could not hold. Of several
+    copies of a tensor, the one that lost most counts.
 
     Args:
         lost: {tensor of the draft: the three counts of its `CastLosses`}.
@@ -150,9 +150,13 @@ _BECAME = {
 }
 
 
-def lost_notes(lost: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return sentences about what casts could not hold, one for each dtype and what became of the numbers; `lost` is
-    `Draft.lost`, {tensor: {"dtype", and the counts of `CastLosses`}}."""
+def describe_cast_losses(lost: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return sentences about the numbers that casts could not hold, one per destination dtype and effect (infinite,
+    NaN, cut).
+
+    Args:
+        lost: `Draft.lost`, {tensor: {"dtype": destination dtype, and the counts of `CastLosses`}}.
+    """
     out = []
     for kind, became in _BECAME.items():
         for dtype in dict.fromkeys(row["dtype"] for row in lost.values()):
@@ -183,11 +187,11 @@ class Scatter:
         self.averages = Averages(draft.averages)
 
     def end_tensor(self, name: str) -> None:
-        """Do what has to be done after a tensor: it is called when its last block was handed on, and does nothing
-        here."""
+        """Handle the end of a tensor: a hook that is called after its last block was passed on, and by default does
+        nothing."""
 
     def write(self, row: ChunkRow, data: memoryview) -> None:
-        """Take the next bytes of a chunk; subclasses write them."""
+        """Write the next bytes of a chunk; subclasses implement it."""
         raise NotImplementedError
 
     def begin(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
@@ -199,11 +203,12 @@ class Scatter:
         raise NotImplementedError
 
     def blocks(self, reader: Reader, names: Iterable[str], sources: Mapping[str, TensorEntry]) -> Iterator[Block]:
-        """Digest tensors and hand their bytes on to `write`; yields each block when that is done.
+        """Digest tensors and pass their bytes to `write`, chunk by chunk; yield each block after that.
 
         Args:
+            reader: reads the source.
             names: the tensors of the draft, in this order.
-            sources: {name: the tensor whose bytes are read}.
+            sources: {tensor of the draft: the tensor whose bytes are read}.
 
         Raises:
             Corrupt: an average of squares is below 0, or bytes do not have the CRC32 that the source carries.
@@ -216,7 +221,7 @@ class Scatter:
         for block in reader.blocks(jobs, checked=False):
             if block.name != name or hasher is None:
                 name, hasher = block.name, blake3()
-                plan = _chunk_rows(tensors[name])
+                plan = _list_chunk_rows(tensors[name])
             if block.count and plan[-1].first is not None:
                 self._copy_ranges(name, tensors[name], plan, block, hasher)
             else:
@@ -227,7 +232,8 @@ class Scatter:
                 self.lost[name] = self.lost.get(name, NOTHING).plus(block.lost)
             if self.averages.add(name, tensors[name].dtype, block.first, block.data):
                 raise Corrupt(
-                    f"{describe_negative(self.averages.found, sources)}, or use {argument('allow_mixed_steps', True)} "
+                    f"{describe_negative_averages(self.averages.found, sources)}, or use "
+                    f"{argument('allow_mixed_steps', True)} "
                     "to copy it as it is.",
                     code="CKPT0415",
                 )
@@ -238,9 +244,9 @@ class Scatter:
             yield block
 
     def _copy_ranges(self, name: str, entry: TensorEntry, plan: list[ChunkRow], block: Block, hasher: blake3) -> None:
-        """Digest a block and append it, piece by piece, to chunks that are flat ranges of the tensor.
+        """Digest a block and write it, piece by piece, to chunks that are contiguous ranges of the flattened tensor.
 
-        `plan` holds the tensor's chunks from the last to the first; those that are done are taken out.
+        `plan` holds the tensor's unfinished chunks, the last one first; finished chunks are removed from it.
         """
         item = ITEMSIZE[entry.dtype]
         at, end = block.first, block.first + block.count
@@ -265,8 +271,8 @@ class Scatter:
                 plan.pop()
 
     def _copy_boxes(self, name: str, entry: TensorEntry, plan: list[ChunkRow], block: Block) -> None:
-        """Append to each chunk in `plan`, a box of the tensor, what the slab in `block` holds of it. The digest is left
-        to the caller."""
+        """Write the part of the slab in `block` that each chunk in `plan`, a box of the tensor, contains. The caller
+        computes the digest."""
         item = ITEMSIZE[entry.dtype]
         if block.count == 0:
             for r in reversed(plan):
@@ -277,7 +283,7 @@ class Scatter:
             both = boxes.intersect((r.start, r.shape), (block.start, block.shape))
             if both is None:
                 continue
-            part = _box_bytes(block, both, item)
+            part = _extract_box(block, both, item)
             if r.done == 0:
                 self.begin(name, entry, r)
             self.write(r, part)
@@ -353,7 +359,7 @@ class _Filling(Scatter):
             raise Altered(self.destination.location)
         reader = None
         if self.again:
-            reader = self._walk_again(self.names[:done], progress)
+            reader = self._redigest_finished_tensors(self.names[:done], progress)
             self.again = False
             for out in self.outs.values():
                 out.start_writing()
@@ -365,21 +371,29 @@ class _Filling(Scatter):
             passed += block.source_bytes
             progress("copy", passed, total)
             if block.last:
-                self._note_if_due(block.name, passed)
+                self._journal_if_due(block.name, passed)
         reader.finish()
         for name, other in self.draft.aliases.items():
             self.digests[name] = self.digests[other]
-        self._finish([i for i in range(len(self.draft.files)) if i not in self.closed])
+        self._finish_files([i for i in range(len(self.draft.files)) if i not in self.closed])
         return self.digests
 
-    def _walk_again(self, names: list[str], progress: Progress) -> Reader | None:
-        """Digest once more the tensors that an earlier run finished, from what it wrote or from the source.
+    def _redigest_finished_tensors(self, names: list[str], progress: Progress) -> Reader | None:
+        """Digest again the tensors that an earlier, interrupted run finished, without writing them.
+
+        They are read from the source; where the source is remote and the earlier run's files can be read, from those
+        files.
+
+        Args:
+            names: the tensors that the earlier run finished.
+            progress: called with ("reread", bytes done, bytes in all).
 
         Returns:
-            The reader, if it has read the source and can go on there; else None.
+            The reader of the source, which can continue with the next tensor; None where the earlier run's files were
+                read.
 
         Raises:
-            Altered: what the earlier run wrote is not what its journal says.
+            Altered: the earlier run's files are not what its journal says.
         """
         tensors, sources = self.draft.checkpoint.tensors, self.draft.sources
         names = [n for n in names if n not in self.draft.aliases]
@@ -409,22 +423,25 @@ class _Filling(Scatter):
                 reader.source.close()
         return None if here else reader
 
-    def _note_if_due(self, name: str, passed: int) -> None:
-        """Write a line in the journal after tensor `name` if enough bytes or seconds have passed since the last one;
-        `passed` is how many bytes of the source were read by now."""
+    def _journal_if_due(self, name: str, passed: int) -> None:
+        """Write a journal line after tensor `name` if enough bytes or seconds have passed since the last one.
+
+        Args:
+            passed: how many bytes of the source have been read so far.
+        """
         now = time.monotonic()
         due = passed - self.noted >= _JOURNAL_BYTES or (
             passed > self.noted and now - self.last_note >= _JOURNAL_SECONDS
         )
         coded = [o.sink for o in self.outs.values() if isinstance(o, _CodedFile)]
         if due and self.destination.resumable and all(sink.resumable() for sink in coded):
-            self._journal(self.names.index(name, self.earlier.done) + 1)
+            self._write_journal_line(self.names.index(name, self.earlier.done) + 1)
             self.noted, self.last_note = passed, now
 
     def end_tensor(self, name: str) -> None:
         self.fresh_digests[name] = self.digests[name]
         if len(self.ended) >= self.destination.max_open_finished:
-            self._finish(self.ended)
+            self._finish_files(self.ended)
             self.ended.clear()
 
     def write(self, row: ChunkRow, data: memoryview) -> None:
@@ -445,9 +462,9 @@ class _Filling(Scatter):
         if not self.left[row.file]:
             self.ended.append(row.file)
 
-    def _journal(self, done: int) -> None:
-        """Make the first `done` tensors durable on the disk, then write a line in the journal that says so."""
-        self._settle()
+    def _write_journal_line(self, done: int) -> None:
+        """Make the first `done` tensors durable on the disk, then write a journal line that says so."""
+        self._flush_writes()
         for out in self.outs.values():
             out.sync()
         entry: dict[str, Any] = {"done": done}
@@ -459,14 +476,15 @@ class _Filling(Scatter):
         self.destination.append_journal(entry)
         self.fresh_digests = {}
 
-    def _settle(self) -> None:
-        """Wait until all that was appended is written."""
+    def _flush_writes(self) -> None:
+        """Wait until everything that was appended is written."""
         for out in self.outs.values():
             out.flush()
         self.writer.drain()
 
-    def _finish(self, files: list[int]) -> None:
-        """Finish files, given by number, in that order: heads of files without chunks, tails, truncation, fsync."""
+    def _finish_files(self, files: list[int]) -> None:
+        """Finish files, given by number, in that order: write the heads of files without chunks, write tails, truncate,
+        fsync and close."""
         for i in files:
             f, out = self.draft.files[i], self.open_out(i)
             if self.again:
@@ -508,9 +526,9 @@ def _has_flat_chunks(entry: TensorEntry) -> bool:
     return c.rows_in_order() is not None or all(boxes.box_is_flat(entry.shape, k.start, k.shape) for k in c)
 
 
-def _chunk_rows(entry: TensorEntry) -> list[ChunkRow]:
-    """List the chunks of a tensor to fill, the last first: in the order of the elements if each is a flat range of the
-    tensor, else as the index has them."""
+def _list_chunk_rows(entry: TensorEntry) -> list[ChunkRow]:
+    """List the chunks of a tensor to fill, the last one first. They are in the order of the elements if each is a
+    contiguous range of the flattened tensor, else in the order of the index."""
     flat = _has_flat_chunks(entry)
     rows = [ChunkRow(k, entry, box, flat) for k, box in enumerate(entry.chunks.boxes())]
     if entry.numel:
@@ -518,9 +536,9 @@ def _chunk_rows(entry: TensorEntry) -> list[ChunkRow]:
     return sorted(rows, key=lambda r: r.first or 0)[::-1] if flat else rows[::-1]
 
 
-def _box_bytes(block: Block, box: tuple[tuple[int, ...], tuple[int, ...]], item: int) -> memoryview:
-    """Return the bytes of a box (start, shape) of the tensor that the slab in `block` holds, row-major; `item` is the
-    bytes of an element."""
+def _extract_box(block: Block, box: tuple[tuple[int, ...], tuple[int, ...]], item: int) -> memoryview:
+    """Return the row-major bytes of a box (start, shape) of the tensor, taken from the slab in `block`; `item` is the
+    size of an element in bytes."""
     at = tuple(a - b for a, b in zip(box[0], block.start, strict=True))
     if boxes.box_is_flat(block.shape, at, box[1]):
         a = boxes.flat_start(block.shape, at) * item

@@ -48,16 +48,17 @@ class CrcVerifier:
             return None
         crc = crc32(data)
         with self._lock:
-            self._add(key, record, offset, end, crc)
+            self._add_range(key, record, offset, end, crc)
         return crc
 
-    def _add(self, key: tuple[int, int], record: Record, start: int, end: int, crc: int) -> None:
-        """Add bytes [start, end) of a file, which lie in `record`, with their CRC32, and join them with their
-        neighbours, so that rows that are read in any order stay few parts. Bytes that were read before, for another
-        tensor that shares them, are passed over.
+    def _add_range(self, key: tuple[int, int], record: Record, start: int, end: int, crc: int) -> None:
+        """Add the CRC32 of bytes [start, end) of a file, which lie in `record`, and merge it with those of adjacent
+        ranges.
+
+        Bytes that were added before, because two tensors share them, are ignored.
 
         Args:
-            key: (file, number of the record in it).
+            key: (file number, number of the record in the file).
 
         Raises:
             CrcMismatch: the record is complete, and its CRC32 is not the stored one.
@@ -83,12 +84,15 @@ class CrcVerifier:
             raise CrcMismatch(record, crc)
 
     def parts_read(self) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
-        """List what was read of records that are not complete: (file, number of the record in it, [(first byte, end,
-        CRC32)])."""
+        """List the byte ranges that were read of incomplete records: (file number, number of the record in the file,
+        [(first byte, end, CRC32)])."""
         return [(file, i, list(parts)) for (file, i), parts in self._seen.items()]
 
     def absorb(self, seen: Iterable[tuple[int, int, Iterable[Sequence[int]]]]) -> None:
-        """Add what another verifier of the same records has read of those that it has not finished: its `parts_read()`.
+        """Add the ranges that another verifier of the same records has read of its incomplete records.
+
+        Args:
+            seen: what `parts_read()` of the other verifier returned.
 
         Raises:
             CrcMismatch: a record is complete, and its CRC32 is not the stored one.
@@ -98,11 +102,11 @@ class CrcVerifier:
             for start, end, crc in parts:
                 if key in self._done:
                     break
-                self._add(key, self._records[file][i], start, end, crc)
+                self._add_range(key, self._records[file][i], start, end, crc)
 
     def missing_parts(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (number of the file, offset, length in bytes) of the bytes that are still to be read of records that
-        were read in part."""
+        """Yield (file number, offset, length in bytes) of the ranges still to be read in records that were read in
+        part."""
         for (file, i), seen in list(self._seen.items()):
             record = self._records[file][i]
             at = record.extent.offset

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from .dtypes import Array
 
-__all__ = ["Block", "Reader", "StreamJob", "side_by_side", "small"]
+__all__ = ["Block", "Reader", "StreamJob", "pair_stream_pieces", "read_small_tensors"]
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
@@ -76,8 +76,10 @@ class Block:
     lost: CastLosses = NOTHING  # what the cast of these elements could not hold
 
     def pieces(self, begin: int, end: int) -> Iterator[tuple[memoryview, int | None]]:
-        """Yield bytes [begin, end) of `data` in pieces that stay in the cache, as (bytes, their CRC32); the CRC32 is
-        None where none was needed to check them.
+        """Yield bytes [begin, end) of `data` as (bytes, their CRC32); the CRC32 is None where it was not computed.
+
+        The bytes of an unchecked block come in pieces that fit into the CPU cache, and are compared with the source's
+        CRC32s.
 
         Raises:
             Corrupt: the bytes do not match the CRC32 that the source carries.
@@ -125,13 +127,12 @@ class Reader:
         self._windows: dict[int, tuple[int, bytes]] = {}
 
     def blocks(self, jobs: Iterable[StreamJob], first: int = 0, *, checked: bool = True) -> Generator[Block]:
-        """Yield blocks of the tensors, in order.
+        """Yield the blocks of tensors, in the order of `jobs`.
 
         Args:
-            first: blocks that lie before this element of the first tensor are not read, unless its chunks are
-                compressed.
-            checked: their bytes have been compared with the source's CRC32s; if False, the caller passes over
-                `Block.pieces` of all of them, which does that while it digests and copies the same piece.
+            first: blocks before this element of the first tensor are not read, unless its chunks are compressed.
+            checked: whether to compare the bytes of each block with the source's CRC32s before it is yielded. If False,
+                the caller has to iterate over `Block.pieces` of every block, which compares them piece by piece.
 
         Raises:
             Corrupt: bytes are missing or do not match the CRC32 the source carries.
@@ -141,7 +142,7 @@ class Reader:
         to_read = plan_blocks(listed, self.block_bytes)
         if first and not listed[0].entry.chunks.zstd:
             to_read = (p for p in to_read if p.job is not listed[0] or p.first + p.count > first)
-        batches = self._batches(to_read)
+        batches = self._group_plans(to_read)
         waiting: deque[Future[list[Block]]] = deque()
         compressed = any(job.entry.chunks.zstd for job in listed)  # a frame is decompressed in order only
         threads = min(1, self._threads) if compressed else self._threads
@@ -154,7 +155,7 @@ class Reader:
                         waiting.append(pool.submit(self._load_batch, batch))
                     if not waiting:
                         return
-                    yield from self._hand_on(waiting.popleft().result(), checked)
+                    yield from self._yield_blocks(waiting.popleft().result(), checked)
             finally:
                 for read in [w for w in waiting if not w.cancel()]:
                     if read.exception() is None:
@@ -162,7 +163,11 @@ class Reader:
                             block._lease.end()
 
     def read(self, jobs: Sequence[StreamJob]) -> Array:
-        """Read tensors into one array of bytes, one tensor after the other; as `blocks`."""
+        """Read tensors and return one uint8 array with their bytes, one tensor after the other.
+
+        Raises:
+            Corrupt, SourceChanged: as `blocks`.
+        """
         import numpy as np
 
         out, at = np.empty(sum(job.entry.nbytes for job in jobs), "u1"), 0
@@ -171,9 +176,9 @@ class Reader:
             at += len(block.data)
         return out
 
-    def _batches(self, plans: Iterator[BlockPlan]) -> Iterator[list[BlockPlan]]:
-        """Yield groups of plans that are read into one buffer: small plans together, since handing over a block costs
-        more than they do, and each larger one alone."""
+    def _group_plans(self, plans: Iterator[BlockPlan]) -> Iterator[list[BlockPlan]]:
+        """Yield groups of block plans that are read into one buffer: small blocks together, since passing each on
+        separately costs more than reading it, and each larger block alone."""
         batch: list[BlockPlan] = []
         total = 0
         for plan in plans:
@@ -194,20 +199,20 @@ class Reader:
             yield batch
 
     def _load_batch(self, batch: list[BlockPlan]) -> list[Block]:
-        """Read the blocks of one buffer. Neighbours in one file are read together, with the bytes between them (item
-        headers).
+        """Read a group of blocks into one buffer. Ranges that are close to each other in a file are read with one call,
+        together with the bytes between them (item headers).
 
         Raises:
             Corrupt: bytes are missing or do not match the CRC32 that the source carries.
         """
         if len(batch) == 1:
-            return [self._load(batch[0])]
+            return [self._load_block(batch[0])]
         if self.source.is_remote:
             return self._load_from_store(batch)
         buffer = self._pool.free.get()
         lease = Lease(self._pool, buffer, len(batch))
         out: list[Block] = []
-        wanted = [self._place_in_file(plan) for plan in batch]
+        wanted = [self._locate_in_file(plan) for plan in batch]
         room = len(buffer) - sum(n for _, _, n in wanted)  # what may be spent on bytes between neighbours
         at = i = 0
         while i < len(batch):
@@ -218,7 +223,7 @@ class Reader:
                 end = wanted[j][1] + wanted[j][2]
                 j += 1
             into = buffer[at : at + end - offset]
-            if end - offset > _TINY or not self._from_window(file, offset, into):
+            if end - offset > _TINY or not self._fill_from_window(file, offset, into):
                 self._read_raw(self.files[file], file, offset, end - offset, into, large=False)
             for plan, (_, a, k) in zip(batch[i:j], wanted[i:j], strict=True):
                 data = buffer[at + a - offset : at + a - offset + k]
@@ -230,8 +235,8 @@ class Reader:
         return out
 
     def _load_from_store(self, batch: list[BlockPlan]) -> list[Block]:
-        """Read the blocks of one buffer from a store: what lies near each other in one file with one request, whatever
-        blocks it belongs to.
+        """Read a group of blocks from a remote store into one buffer. Ranges that are close to each other in a file are
+        read with one request, even if they belong to different blocks.
 
         Raises:
             Corrupt: bytes are missing or do not match the CRC32 that the source carries.
@@ -240,7 +245,7 @@ class Reader:
         places: list[tuple[int, int, int, int, tuple[int, tuple[int, ...], tuple[int, ...]] | None]] = []
         for number, plan in enumerate(batch):
             if plan.one:
-                places.append((*self._place_in_file(plan), number, None))
+                places.append((*self._locate_in_file(plan), number, None))
                 continue
             e = plan.job.entry
             for part in plan.parts:
@@ -277,12 +282,16 @@ class Reader:
             for p, data, crc in zip(batch, out, crcs, strict=True)
         ]
 
-    def _from_window(self, file: int, offset: int, into: memoryview) -> bool:
-        """Fill `into` with bytes of a file, from a window: a larger range that was read with an earlier piece, or is
-        read now.
+    def _fill_from_window(self, file: int, offset: int, into: memoryview) -> bool:
+        """Fill `into` with bytes of a file from a window, a larger range of the file that is kept in memory; read a new
+        window where small reads follow each other.
+
+        Args:
+            file: the file's number.
+            offset: offset of the bytes in the file.
 
         Returns:
-            False where that does not pay; nothing was read then.
+            Whether `into` was filled; False where a window does not pay, and nothing was read.
         """
         if not self._plain:
             return False
@@ -301,16 +310,16 @@ class Reader:
         into[:] = window[offset - at : offset - at + n]
         return True
 
-    def _place_in_file(self, plan: BlockPlan) -> tuple[int, int, int]:
-        """Return (number of the file, offset, count of bytes) of a plan that is one contiguous part of one chunk."""
+    def _locate_in_file(self, plan: BlockPlan) -> tuple[int, int, int]:
+        """Return (file number, offset, length in bytes) of a block that is one contiguous part of one chunk."""
         e = plan.job.entry
         item = ITEMSIZE[e.dtype]
         row = plan.parts[0][0]
         inside = plan.first if plan.job.boxed else plan.start[0]
         return e.chunks.file[row], e.chunks.offset[row] + inside * item, plan.count * item
 
-    def _load(self, plan: BlockPlan) -> Block:
-        """Read a block, put together from its chunks and cast as planned.
+    def _load_block(self, plan: BlockPlan) -> Block:
+        """Read a block: assemble it from its chunks and cast it to the dtype of its job.
 
         Raises:
             Corrupt: bytes are missing, damaged, or do not match the CRC32 that the source carries.
@@ -321,7 +330,7 @@ class Reader:
         crc, lost = None, NOTHING
         if plan.one:
             buffer = self._pool.free.get()
-            file, offset, _ = self._place_in_file(plan)
+            file, offset, _ = self._locate_in_file(plan)
             data = self._read_raw(self.files[file], file, offset, n, buffer)
             if plan.job.dtype == e.dtype:
                 where = (plan.first, plan.count, plan.start, plan.shape)
@@ -353,14 +362,15 @@ class Reader:
         data: memoryview,
         item: int,
     ) -> None:
-        """Read one chunk's part of a slab and put it where it belongs in the slab.
+        """Read one chunk's part of a slab and copy it to its place in the slab.
 
         Args:
-            e: the tensor; `row` is the number of the chunk.
-            start, shape: the box of the tensor that both the chunk and the slab hold.
+            e: the tensor's index entry.
+            row: the number of the chunk.
+            start, shape: the intersection of the chunk and the slab, a box of the tensor.
             plan: the slab.
-            data: its bytes, which are written to.
-            item: bytes of an element.
+            data: the slab's bytes, which are written to.
+            item: size of an element in bytes.
         """
         chunk: Chunk = e.chunks[row]
         inside = tuple(a - b for a, b in zip(start, chunk.start, strict=True))
@@ -377,7 +387,7 @@ class Reader:
         spare = self._pool.free.get()
         try:
             if chunk.zstd is not None:
-                got = self._decoder_of(chunk).take(spare[:n])
+                got = self._get_decoder(chunk).take(spare[:n])
                 if boxes.flat_start(chunk.shape, inside) + prod(shape) == prod(chunk.shape):
                     self._decoders.pop((self.files[chunk.extent.file], chunk.extent.offset)).close()
             else:
@@ -400,14 +410,16 @@ class Reader:
     def _read_strided(
         self, file: int, base: int, first: int, shape: Sequence[int], strides: Sequence[int], place: Any, item: int
     ) -> None:
-        """Read a strided box: its whole span when that wastes little, else piece by piece along its widest dimension.
+        """Read a strided box into `place`: its whole span when few bytes of it are unneeded, else in two halves along
+        its widest dimension, recursively.
 
         Args:
+            file: the file's number.
             base: offset of the chunk in the file, in bytes.
-            first: the box's first element, counted in elements from there.
+            first: the box's first element, counted in elements from `base`.
             shape, strides: of the box, in elements.
             place: the numpy array that is filled.
-            item: bytes of an element.
+            item: size of an element in bytes.
         """
         import numpy as np
 
@@ -429,9 +441,9 @@ class Reader:
             where = tuple(slice(a, b) if i == d else slice(None) for i in range(len(shape)))
             self._read_strided(file, base, first + a * strides[d], part, strides, place[where], item)
 
-    def _decoder_of(self, chunk: Chunk) -> ZstdDecoder:
-        """Return the zstd decoder of a compressed chunk; it is made at the first call, and later calls go on where it
-        stands."""
+    def _get_decoder(self, chunk: Chunk) -> ZstdDecoder:
+        """Return the zstd decoder of a compressed chunk; the first call creates it, and later calls return the same
+        one, which continues where the last read ended."""
         name = self.files[chunk.extent.file]
         key = (name, chunk.extent.offset)
         if key not in self._decoders:
@@ -451,12 +463,12 @@ class Reader:
         data = self._read_raw(name, file, offset, n, buffer)
         return data, self.check(file, offset, data)
 
-    def _hand_on(self, batch: list[Block], checked: bool) -> Iterator[Block]:
-        """Yield the blocks of a batch. The buffer of each goes back to the pool when the next one is asked for; those
-        of all, when the caller stops.
+    def _yield_blocks(self, batch: list[Block], checked: bool) -> Iterator[Block]:
+        """Yield the blocks of a batch. The buffer of each is released when the next block is requested; all are
+        released when the caller stops.
 
         Args:
-            checked: whether to compare their bytes with the source's CRC32s before.
+            checked: whether to compare the bytes of each block with the source's CRC32s first.
         """
         left = iter(batch)
         for block in left:
@@ -473,8 +485,15 @@ class Reader:
                 block._lease.end()
 
     def check(self, file: int, offset: int, data: memoryview) -> int | None:
-        """Compare bytes of a file, given by its number, with the source's CRC32s; returns their own, or None where no
-        record holds them.
+        """Compare bytes that were read from a file with the source's CRC32s.
+
+        Args:
+            file: the file's number.
+            offset: offset of the bytes in the file.
+            data: the bytes.
+
+        Returns:
+            The CRC32 of `data` if it lies in one record that is not complete yet, else None.
 
         Raises:
             Corrupt: a record is complete now and does not have the CRC32 that the source carries.
@@ -482,10 +501,10 @@ class Reader:
         try:
             return self.crcs.update(file, offset, data)
         except CrcMismatch as e:
-            raise self._corrupt(*e.args) from None
+            raise self._make_crc_error(*e.args) from None
 
-    def _corrupt(self, record: Record, crc: int) -> Corrupt:
-        """Return the error for a record whose bytes have the CRC32 `crc` instead of its own."""
+    def _make_crc_error(self, record: Record, crc: int) -> Corrupt:
+        """Return the error for a record whose bytes have the CRC32 `crc` instead of the stored one."""
         name = os.path.join(self.source.root, self.files[record.extent.file])
         error = Corrupt(
             f"{name}: bytes {record.extent.offset}..{record.extent.offset + record.extent.length} have CRC32 "
@@ -553,7 +572,10 @@ class Reader:
         return buffer[offset - a : offset - a + n]
 
     def absorb(self, seen: Iterable[tuple[int, int, Iterable[Sequence[int]]]]) -> None:
-        """Add what another reader of the same source has read of records: its `crcs.parts_read()`.
+        """Add the ranges of records that another reader of the same source has read.
+
+        Args:
+            seen: what `crcs.parts_read()` of the other reader returned.
 
         Raises:
             Corrupt: a record is complete now and does not have the CRC32 that the source carries.
@@ -561,10 +583,10 @@ class Reader:
         try:
             self.crcs.absorb(seen)
         except CrcMismatch as e:
-            raise self._corrupt(*e.args) from None
+            raise self._make_crc_error(*e.args) from None
 
     def finish(self) -> None:
-        """Read what is left of records that were read in part, so that their CRC32s are checked too.
+        """Read the missing rest of records that were read in part, so that their CRC32s are checked too.
 
         Raises:
             Corrupt: a record does not have the CRC32 that the source carries.
@@ -579,8 +601,12 @@ class Reader:
 def _put_into_slab(
     plan: BlockPlan, part: tuple[int, tuple[int, ...], tuple[int, ...]] | None, got: memoryview, data: memoryview
 ) -> None:
-    """Put the bytes `got` of a part of a block, (row, start, shape) or None for all of it, where they belong in the
-    bytes `data` of the block."""
+    """Copy the bytes `got` of a part of a block to their place in `data`, the bytes of the whole block.
+
+    Args:
+        plan: the block.
+        part: (chunk number, start, shape) of the part; None if `got` is the whole block.
+    """
     if part is None:
         data[:] = got
         return
@@ -593,7 +619,7 @@ def _put_into_slab(
     target[place] = np.frombuffer(got, dtype=kind).reshape(part[2])
 
 
-def small(ckpt: Checkpoint, source: Source, names: Iterable[str]) -> dict[str, bytes]:
+def read_small_tensors(ckpt: Checkpoint, source: Source, names: Iterable[str]) -> dict[str, bytes]:
     """Read small tensors into memory and return {name: row-major bytes}; the records that they lie in are checked to
     their ends before.
 
@@ -608,15 +634,15 @@ def small(ckpt: Checkpoint, source: Source, names: Iterable[str]) -> dict[str, b
     return {n: bytes(b) for n, b in out.items()}
 
 
-def side_by_side(
+def pair_stream_pieces(
     streams: Sequence[Iterator[Block]], s: TensorEntry, t: TensorEntry
 ) -> Iterator[tuple[int, memoryview, memoryview]]:
-    """Yield the next tensor of two streams of blocks piece by piece: (flat index of the first element, bytes from the
-    first stream, bytes from the second) of the same elements.
+    """Yield the next tensor of two block streams piece by piece: (flat index of the piece's first element, its bytes in
+    the first stream, its bytes in the second stream).
 
     Args:
         streams: two iterators of blocks, both at the first block of the tensor.
-        s, t: the tensor in the first and in the second stream.
+        s, t: the tensor's index entries in the first and in the second stream.
     """
     items = (ITEMSIZE[s.dtype], ITEMSIZE[t.dtype])
     blocks = [next(stream) for stream in streams]

@@ -13,15 +13,15 @@ from blake3 import blake3
 from ...formats.stored_tensors import Inline
 from ...index.checkpoint import Checkpoint, TensorEntry, Value, joined
 from ...index.records import Records
-from ...progress import hear_progress
+from ...progress import receive_progress
 from ...storage.buffers import DEFAULT_BUDGET, IOBudget
 from ...storage.source import Source
 from .fill import Progress, silent
 from .stream import Block, Reader, StreamJob
 
 __all__ = [
-    "announce_proof",
-    "digests_in_values",
+    "announce_proof_bytes",
+    "digest_arrays_in_values",
     "proof_digests",
     "reporting",
     "tensor_digests",
@@ -44,19 +44,18 @@ _REPORT: ContextVar[_Report | None] = ContextVar("report", default=None)
 
 @contextmanager
 def reporting(progress: Progress) -> Iterator[None]:
-    """While the block runs, have `proof_digests` call `progress` with ("prove", bytes done, bytes in all), and
-    `report_progress` with what else has no progress among its arguments."""
+    """Report progress to `progress` within the `with` block: `proof_digests` calls it with ("prove", bytes done, bytes
+    in all), and so do functions that use `report_progress`, with their own words."""
     token = _REPORT.set(_Report(progress))
     try:
-        with hear_progress(progress):
+        with receive_progress(progress):
             yield
     finally:
         _REPORT.reset(token)
 
 
-def announce_proof(nbytes: int) -> None:
-    """Set how many bytes the next calls of `proof_digests` are going to read together, for the total of their
-    progress."""
+def announce_proof_bytes(nbytes: int) -> None:
+    """Set how many bytes the next calls of `proof_digests` will read in total, for the total of their progress."""
     if (report := _REPORT.get()) is not None:
         report.announced = report.passed + nbytes
 
@@ -64,12 +63,13 @@ def announce_proof(nbytes: int) -> None:
 def proof_digests(
     tensors: dict[str, TensorEntry], ckpt: Checkpoint, source: Source, dtypes: dict[str, str] | None = None
 ) -> dict[str, str]:
-    """Return {tensor: BLAKE3 hex digest} of tensors that a layout has to read before it can tell what they are:
-    segments without names, copies that ranks have of one tensor. Progress goes to whoever asked for it with
-    `reporting`.
+    """Return {tensor: BLAKE3 hex digest} of tensors whose data a layout must read to identify them: segments without
+    names, copies of one tensor on several ranks.
+
+    Progress is reported to the function that was given to `reporting`, if any.
 
     Args:
-        dtypes: {tensor: dtype that it is digested in}, where that is not its own.
+        dtypes: {tensor: dtype that it is cast to before it is digested}; tensors not in it keep their own.
 
     Raises:
         Corrupt: bytes do not have the CRC32 that the source carries.
@@ -95,20 +95,20 @@ def tensor_digests(
     budget: IOBudget = DEFAULT_BUDGET,
     seen: Callable[[Block], None] | None = None,
 ) -> dict[str, str]:
-    """Return {tensor: BLAKE3 hex digest of its canonical bytes}, reading everything and checking the CRC32s on the way.
+    """Read tensors completely, check their CRC32s, and return {tensor: BLAKE3 hex digest of its canonical bytes}.
 
     Args:
-        files: the source's files; the file numbers of chunks count in this list.
+        files: the source's files; the file numbers of chunks are indices into this list.
         records: byte ranges of these files with known CRC32s.
         progress: called with (`what`, bytes done, bytes in all).
-        dtypes: {tensor: dtype that it is digested in}, where that is not its own.
-        seen: called with every block.
+        dtypes: {tensor: dtype that it is cast to before it is digested}; tensors not in it keep their own.
+        seen: called with every block; None calls nothing.
 
     Raises:
         Corrupt, SourceChanged: bytes are missing, or do not have the CRC32 that the source carries.
     """
     reader = Reader(source, files, records, budget)
-    out = _digest(reader, tensors, progress, what, dtypes, seen)
+    out = _digest_tensors(reader, tensors, progress, what, dtypes, seen)
     reader.finish()
     return out
 
@@ -121,22 +121,24 @@ def tensor_digests_and_crcs(
     budget: IOBudget,
     seen: Callable[[Block], None] | None = None,
 ) -> dict[str, Any]:
-    """Return {"digests": {tensor: BLAKE3 in hex}, "seen": what was read of records in which other tensors lie too, for
-    `Reader.absorb`}.
+    """Digest tensors and return {"digests": {tensor: BLAKE3 hex digest}, "seen": the ranges that were read of
+    incomplete records, as `Reader.absorb` takes them}.
+
+    Records are incomplete where they contain other tensors, too.
 
     Args:
-        seen: called with every block.
+        seen: called with every block; None calls nothing.
 
     Raises:
         Corrupt, SourceChanged: the source is damaged, or was written to meanwhile.
     """
     reader = Reader(source, files, records, budget)
-    digests = _digest(reader, tensors, silent, "digest", None, seen)
+    digests = _digest_tensors(reader, tensors, silent, "digest", None, seen)
     source.assert_unchanged()
     return {"digests": digests, "seen": reader.crcs.parts_read()}
 
 
-def _digest(
+def _digest_tensors(
     reader: Reader,
     tensors: dict[str, TensorEntry],
     progress: Progress,
@@ -144,12 +146,12 @@ def _digest(
     dtypes: dict[str, str] | None,
     seen: Callable[[Block], None] | None,
 ) -> dict[str, str]:
-    """Return {tensor: BLAKE3 in hex}, read with a reader whose records may stay incomplete: the caller has to finish
-    it.
+    """Read tensors with `reader` and return {tensor: BLAKE3 hex digest}; the caller has to call `reader.finish()` to
+    check the records that stay incomplete.
 
     Args:
         progress: called with (`what`, bytes done, bytes in all).
-        dtypes: {tensor: dtype that it is digested in}, where that is not its own.
+        dtypes: {tensor: dtype that it is cast to before it is digested}; tensors not in it, or None, keep their own.
         seen: called with every block; None calls nothing.
     """
     total, passed = sum(t.nbytes for t in tensors.values()), 0
@@ -169,14 +171,15 @@ def _digest(
     return out
 
 
-def digests_in_values(values: Mapping[str, Value]) -> dict[str, str]:
-    """Return {name: BLAKE3 in hex} of the arrays inside values, under the names that they have where a layout writes
-    them as tensors."""
+def digest_arrays_in_values(values: Mapping[str, Value]) -> dict[str, str]:
+    """Return {name: BLAKE3 hex digest} of the arrays inside values; the names are those that the arrays have where a
+    layout writes them as tensors."""
     return {n: d for v in values.values() for n, d in _array_digests(joined(v.path), v.data)}
 
 
 def _array_digests(name: str, x: object) -> Iterator[tuple[str, str]]:
-    """Yield (name, BLAKE3 in hex) of the arrays inside nested dicts and lists; `name` is that of the outermost one."""
+    """Yield (name, BLAKE3 hex digest) of the arrays inside nested dicts and lists; `name` is the dotted name of `x`
+    itself."""
     if isinstance(x, Inline):
         yield name, blake3(x.data).hexdigest()
     elif type(x) is list or type(x) is dict:

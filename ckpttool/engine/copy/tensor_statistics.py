@@ -95,7 +95,7 @@ class StatisticsCounter:
             return
         flat = numbers(block.data, dtype)
         pieces = (flat[k : k + _PIECE] for k in range(0, len(flat), _PIECE))
-        self.found[block.name] = merge_statistics([old, *(_measure(x, self.exponents) for x in pieces)])
+        self.found[block.name] = merge_statistics([old, *(_compute_statistics(x, self.exponents) for x in pieces)])
 
     def absorb(self, answer: dict[str, dict[str, Any]]) -> None:
         """Add the statistics that a worker found: {tensor: the fields of `TensorStatistics`, as JSON has them}."""
@@ -104,16 +104,20 @@ class StatisticsCounter:
             self.found[name] = TensorStatistics(**{**row, "exponents": exponents})
 
 
-def _measure(x: Array, with_exponents: bool) -> TensorStatistics:
-    """Compute the statistics of an array of numbers."""
+def _compute_statistics(x: Array, with_exponents: bool) -> TensorStatistics:
+    """Return the statistics of an array of numbers; of complex numbers, those of their absolute values.
+
+    Args:
+        with_exponents: count the binary exponents of the numbers, too.
+    """
     import numpy as np
 
     elements, nan = x.size, 0
     if x.dtype.kind == "c":
         x = np.abs(x.astype("c16"))
-    wide: Any = _widen(x)
+    wide: Any = _convert_to_float64(x)
     with np.errstate(all="ignore"):
-        if not math.isfinite(_dot(wide)):  # one look at most tensors, which have neither
+        if not math.isfinite(_sum_float64_squares(wide)):  # one look at most tensors, which have neither
             finite, nan = np.isfinite(wide), int(np.count_nonzero(np.isnan(wide)))
             wide, x = wide[finite], x[finite]
         infinite = elements - nan - wide.size
@@ -129,7 +133,7 @@ def _measure(x: Array, with_exponents: bool) -> TensorStatistics:
             int(wide.size - np.count_nonzero(wide)),
             nan,
             infinite,
-            math.sqrt(_dot(wide)),
+            math.sqrt(_sum_float64_squares(wide)),
             float(wide.mean()),
             float(wide.std()),
             int(x.min()) if whole else float(wide.min()),
@@ -139,32 +143,34 @@ def _measure(x: Array, with_exponents: bool) -> TensorStatistics:
 
 
 def sum_squares(x: Array) -> float:
-    """Return the sum of the squares of the finite numbers of an array, of complex ones of their absolute values."""
+    """Return the sum of the squares of an array's finite numbers; complex numbers count by their absolute values."""
     import numpy as np
 
     total = 0.0
     with np.errstate(all="ignore"):
         for k in range(0, len(x), _PIECE):
             piece = x[k : k + _PIECE]
-            wide = np.abs(piece.astype("c16")) if piece.dtype.kind == "c" else _widen(piece)
-            found = _dot(wide)
+            wide = np.abs(piece.astype("c16")) if piece.dtype.kind == "c" else _convert_to_float64(piece)
+            found = _sum_float64_squares(wide)
             if not math.isfinite(found):
                 wide = wide[np.isfinite(wide)]
-                found = _dot(wide)
+                found = _sum_float64_squares(wide)
             total += found
     return total
 
 
-def _dot(x: Array) -> float:
-    """Return the sum of the squares of an array of float64; in this thread alone, where np.dot would start those of
-    BLAS, which take ten times as long in small pieces on a busy machine."""
+def _sum_float64_squares(x: Array) -> float:
+    """Return the sum of the squares of a float64 array, computed in the calling thread.
+
+    np.dot would start the threads of BLAS, which take ten times as long for small pieces on a busy machine.
+    """
     import numpy as np
 
     return float(np.einsum("i,i->", x, x))
 
 
-def _widen(x: Array) -> Array:
-    """Return numbers as float64; those of bfloat16 by their bits, which is faster than its own cast."""
+def _convert_to_float64(x: Array) -> Array:
+    """Return numbers as float64; bfloat16 is converted by its bits, which is faster than the cast of ml_dtypes."""
     import numpy as np
 
     if x.dtype.name == "bfloat16":

@@ -15,15 +15,15 @@ from blake3 import blake3
 from ...formats import values
 from ...formats.stored_tensors import Inline, flatten_tree
 from ...index.checkpoint import Checkpoint, Value, joined
-from ...index.digests import component_roots, value_root
+from ...index.digests import compute_component_roots, compute_value_root
 
 __all__ = [
     "data_digest",
+    "digest_values_without_arrays",
     "equal_values",
-    "recorded_values",
+    "split_into_leaves",
     "split_lists",
     "state_roots",
-    "taken_apart",
     "value_digest",
     "value_digests",
 ]
@@ -35,41 +35,41 @@ _EXACT = frozenset((type(None), bool, int, str, bytes))
 
 
 def value_digest(value: Value) -> str:
-    """Digest a value and its path: BLAKE3, in hex.
+    """Return the BLAKE3 hex digest of a value's path and data.
 
     Raises:
-        Unsupported: the value is of no kind that values.json can spell.
+        Unsupported: values.json cannot represent the value.
     """
-    return blake3(values.encode_one(value)).hexdigest()
+    return blake3(values.encode_value(value)).hexdigest()
 
 
 def data_digest(value: Value) -> str:
-    """Digest the data of a value alone, whatever its path: BLAKE3, in hex.
+    """Return the BLAKE3 hex digest of a value's data alone, without its path.
 
     Raises:
-        Unsupported: the value is of no kind that values.json can spell.
+        Unsupported: values.json cannot represent the value.
     """
     return value_digest(Value(("",), value.data))
 
 
-def taken_apart(held: Mapping[str, Value]) -> dict[str, Value]:
-    """Take values (nested dicts and lists) apart into their leaves, {name: value}, as readers of state dicts do;
-    readers of JSON files keep them whole."""
+def split_into_leaves(held: Mapping[str, Value]) -> dict[str, Value]:
+    """Split values (nested dicts and lists) into their leaves and return {name of a leaf: value}, as readers of state
+    dicts do; readers of JSON files keep nested values."""
     return {joined(p): Value(p, x) for v in held.values() for p, x in flatten_tree(v.data, v.path).items()}
 
 
 def split_lists(held: Mapping[str, Value], names: Iterable[str]) -> dict[str, Value]:
-    """Return values, {name: value}, with some lists replaced by their elements: those that have elements among `names`
-    and hold no dict or tensor, for which readers take lists apart.
+    """Return `held`, {name: value}, with some lists replaced by their elements: the lists that contain no dict or
+    tensor, but have elements among `names`.
 
-    A reader takes a list apart for the dicts and tensors in it. Where a layout could not hold those, the other elements
-    are values of the state, and the reader finds one list.
+    A reader splits a list only if it contains dicts or tensors. Where a layout could not store those, the other
+    elements of the list are separate values of the state, while the reader finds one list.
     """
     heads = {head for n in names for head in accumulate(n.split(".")[:-1], "{}.{}".format)}
     out: dict[str, Value] = {}
     todo = list(held.items())
     for name, v in todo:
-        if isinstance(v.data, list) and name in heads and name in taken_apart({name: v}):
+        if isinstance(v.data, list) and name in heads and name in split_into_leaves({name: v}):
             todo += [(f"{name}.{i}", Value((*v.path, i), x)) for i, x in enumerate(v.data)]
         else:
             out[name] = v
@@ -77,14 +77,14 @@ def split_lists(held: Mapping[str, Value], names: Iterable[str]) -> dict[str, Va
 
 
 def value_digests(held: Mapping[str, Value]) -> dict[str, str]:
-    """Take values apart into their leaves, and return {name of a leaf: BLAKE3 in hex}."""
-    return {name: value_digest(value) for name, value in taken_apart(held).items()}
+    """Split values into their leaves and return {name of a leaf: BLAKE3 hex digest}."""
+    return {name: value_digest(value) for name, value in split_into_leaves(held).items()}
 
 
-def recorded_values(held: Mapping[str, Value]) -> dict[str, str]:
-    """Take values apart into their leaves, and return {name of a leaf: BLAKE3 in hex}, without arrays, which a reader
-    may find as tensors."""
-    return {n: value_digest(v) for n, v in taken_apart(held).items() if not isinstance(v.data, Inline)}
+def digest_values_without_arrays(held: Mapping[str, Value]) -> dict[str, str]:
+    """Split values into their leaves and return {name of a leaf: BLAKE3 hex digest}, without arrays, which a reader may
+    find as tensors."""
+    return {n: value_digest(v) for n, v in split_into_leaves(held).items() if not isinstance(v.data, Inline)}
 
 
 def equal_values(a: Value, b: Value) -> bool:
@@ -93,7 +93,7 @@ def equal_values(a: Value, b: Value) -> bool:
         return True
     if type(a.data) is type(b.data) and type(a.data) in _EXACT and a.path == b.path:
         return bool(a.data == b.data)
-    return values.encode_one(a) == values.encode_one(b)
+    return values.encode_value(a) == values.encode_value(b)
 
 
 def state_roots(ckpt: Checkpoint, digests: Mapping[str, str]) -> dict[str, str]:
@@ -103,5 +103,5 @@ def state_roots(ckpt: Checkpoint, digests: Mapping[str, str]) -> dict[str, str]:
     Args:
         digests: {tensor: BLAKE3 in hex} of all tensors of `ckpt`.
     """
-    out = component_roots(ckpt.tensors, digests)
-    return out | {VALUES: value_root(value_digests(ckpt.values))} if ckpt.values else out
+    out = compute_component_roots(ckpt.tensors, digests)
+    return out | {VALUES: compute_value_root(value_digests(ckpt.values))} if ckpt.values else out

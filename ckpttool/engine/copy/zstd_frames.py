@@ -83,10 +83,12 @@ class ZstdDecoder:
 def decompress_ends(
     source: Source, name: str, offset: int, length: int, most: int, what: str
 ) -> tuple[bytes, bytes, int]:
-    """Decompress a zstd frame in constant memory; returns (first 64 KiB, last 64 KiB, size in bytes) of its content.
+    """Decompress a zstd frame in constant memory and return (first 64 KiB, last 64 KiB, size in bytes) of its content.
 
     Args:
-        name: the file in `source`; `offset` and `length` are those of the frame in it, in bytes.
+        name: the file in `source`.
+        offset, length: the frame's range in the file, in bytes.
+        most: the largest size of the content that is accepted, in bytes.
         what: names the frame in errors.
 
     Raises:

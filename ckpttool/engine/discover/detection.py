@@ -30,19 +30,19 @@ from ...program import SeenFolder
 from ...storage import urls
 from ...storage.source import Source
 from ...storage.sources import open_source
-from .unread_files import human, kind_of
+from .unread_files import classify_state_file, human
 
 __all__ = [
     "Checkpoints",
     "FoundCheckpoint",
-    "below",
     "describe_place",
     "detect",
+    "find_checkpoints",
+    "find_latest_checkpoint",
+    "find_run_key",
     "find_step",
-    "latest",
+    "find_step_path",
     "newest",
-    "run_of",
-    "step_path",
     "strip_steps",
 ]
 
@@ -92,8 +92,8 @@ class Checkpoints:
         return [c for c in self.checkpoints if c.newest]
 
     def to_json(self) -> dict[str, object]:
-        """Return plain data; "newest" is the path of the newest complete checkpoint, None where there is none or where
-        there are several runs."""
+        """Return the fields as plain data for JSON, plus "newest", the path of the newest complete checkpoint; None
+        where there is none, or where there are several runs."""
         answer = self.newest
         return {
             "path": self.path,
@@ -135,62 +135,67 @@ def detect(where: Place) -> Layout:
     """Return the one layout of a place.
 
     Raises:
-        NotRecognised: a file of a folder, with the folder to give; a folder of checkpoints, with their list, also as
-            `below` of the error; or anything else, with what each layout looked for.
+        NotRecognised: the place is a part of a checkpoint (the message names the folder to give), a folder that
+            contains checkpoints (the message lists them, and the error's `below` is the `Checkpoints`), or no
+            checkpoint (the message says what each layout looked for).
         NotPermitted: a folder may not be listed.
         Unsupported: more than one layout matches.
     """
     if where.file is not None:
-        _refuse_piece(where.source, where.file)
-    elif _is_folder_of_rank(_name(where.source)) and (whole := _checkpoint_around(where.source)) is not None:
-        raise _piece_error(where, *whole)
+        _refuse_part_of_checkpoint(where.source, where.file)
+    elif (
+        _is_rank_folder(_folder_name(where.source)) and (whole := _find_enclosing_checkpoint(where.source)) is not None
+    ):
+        raise _make_part_error(where, *whole)
     try:
         layout = layouts.detect(where)
     except NotRecognised as e:
         if where.file is not None:
-            if (folder := _checkpoint_around(where.source)) is not None:
-                raise _piece_error(where, *folder) from None
-            _refuse_foreign(where.source, where.file)
+            if (folder := _find_enclosing_checkpoint(where.source)) is not None:
+                raise _make_part_error(where, *folder) from None
+            _refuse_foreign_checkpoint(where.source, where.file)
             raise
-        found = below(where.source)
+        found = find_checkpoints(where.source)
         if not found.checkpoints:
-            if (closed := _find_closed_folder(where.source)) is not None:
+            if (closed := _find_unreadable_folder(where.source)) is not None:
                 raise NotPermitted(
                     f"{closed} cannot be listed: Permission denied. What it holds is not known.", code="CKPT1401"
                 ) from None
-            _refuse_foreign(where.source, None)
+            _refuse_foreign_checkpoint(where.source, None)
             raise
         if all(
             c.step is None and c.epoch is None for c in found.checkpoints
         ):  # no run: what was looked for matters too
             error = NotRecognised(
                 *e.args,
-                listing=f"{e.listing}\n{_count(found)} below it; give the path of one:\n{found}",
+                listing=f"{e.listing}\n{_count_checkpoints(found)} below it; give the path of one:\n{found}",
                 code=e.code,
             )
         else:
             answer = found.newest
             hint = f" The newest complete one is {answer[0].path}." if len(answer) == 1 else ""
             error = NotRecognised(
-                f"{found.path} is not a checkpoint itself; {_count(found)} below it. Give the path of one.{hint}",
+                f"{found.path} is not a checkpoint itself; {_count_checkpoints(found)} below it. Give the path of "
+                f"one.{hint}",
                 listing=str(found),
                 code="CKPT0303",
             )
         error.below = found
         raise error from None
     if where.file is None and layout.program.is_stray(where.source.list()):
-        found = below(where.source)
+        found = find_checkpoints(where.source)
         if any(c.layout != layout.name for c in found.checkpoints):
             raise _stray_files_error(where.source, found)
     return layout
 
 
 def _stray_files_error(source: Source, found: Checkpoints) -> NotRecognised:
-    """Return the error for a folder with checkpoints below it, `found`, and beside them safetensors files that are no
-    model."""
+    """Return the error for a folder that contains both checkpoints, `found`, and safetensors files without a
+    config.json."""
     files = [n for n in source.list() if n.endswith(".safetensors")]
     error = NotRecognised(
-        f"{_shown(source, '')} holds safetensors files without a config.json, first {files[0]}, and {_count(found)} "
+        f"{_display_path(source, '')} holds safetensors files without a config.json, first {files[0]}, and "
+        f"{_count_checkpoints(found)} "
         f"below it. Give the path of one:\n{found}",
         code="CKPT0303",
     )
@@ -198,38 +203,38 @@ def _stray_files_error(source: Source, found: Checkpoints) -> NotRecognised:
     return error
 
 
-def _refuse_foreign(source: Source, file: str | None) -> None:
-    """Refuse a file, or a folder and those in it (a run), of a program whose checkpoints ckpttool does not read, by its
-    name.
+def _refuse_foreign_checkpoint(source: Source, file: str | None) -> None:
+    """Raise an error if the name of a file, or of a file in a folder or its subfolders, shows that it is a checkpoint
+    of a program that ckpttool does not read.
 
     Args:
-        file: the file in `source`; None for the folder.
+        file: the file in `source`; None to look at the folder and its subfolders.
 
     Raises:
-        NotRecognised: it is of such a program.
+        NotRecognised: it is a checkpoint of such a program.
     """
     if file is not None:
         beside = () if source.root.startswith("http") else source.list()  # a server may have no listing of the folder
-        other_files.refuse_foreign_checkpoint([file], beside, _shown(source, file))
+        other_files.refuse_foreign_checkpoint([file], beside, _display_path(source, file))
         return
     names = source.list()
     folders = [n for n in names if source.glance(n)[0]]
     for folder in ["", *folders[:_MOST_FOREIGN]]:
         here = source.list(folder) if folder else names
         files = [n for n in here if not source.glance(f"{folder}/{n}" if folder else n)[0]]
-        other_files.refuse_foreign_checkpoint(files, here, _shown(source, folder))
+        other_files.refuse_foreign_checkpoint(files, here, _display_path(source, folder))
 
 
-def _find_closed_folder(source: Source) -> str | None:
-    """Return the path of this folder, or of one in it, that this user may not look into; None where there is none, or
-    where the source is not a local folder."""
+def _find_unreadable_folder(source: Source) -> str | None:
+    """Return the path of a folder that this user may not read or enter: the source's own or one of its subfolders. None
+    where there is none, or where the source is not local."""
     if not source.local:
         return None
     folders = [source.root, *(os.path.join(source.root, n) for n in source.list() if source.glance(n)[0])]
     return next((f for f in folders if not os.access(f, os.R_OK | os.X_OK)), None)
 
 
-def _count(found: Checkpoints) -> str:
+def _count_checkpoints(found: Checkpoints) -> str:
     """Return the number of checkpoints with its verb: "1 checkpoint is", "3 checkpoints are"."""
     n = len(found.checkpoints)
     return "1 checkpoint is" if n == 1 else f"{n} checkpoints are"
@@ -246,13 +251,14 @@ def _matches_any(patterns: Iterable[str | None], name: str) -> bool:
     return any(p is not None and re.fullmatch(p, name) is not None for p in patterns)
 
 
-def _is_folder_of_rank(name: str) -> bool:
-    """Tell whether a folder of this name holds files of one rank, and by itself is no checkpoint."""
+def _is_rank_folder(name: str) -> bool:
+    """Tell whether the name of a folder says that it holds the files of one rank, so that it is no checkpoint by
+    itself."""
     return _matches_any((x.program.rank_folders for x in layouts.layouts().values()), name)
 
 
-def _is_piece(source: Source, name: str) -> bool:
-    """Tell whether a file holds only a part of a checkpoint, although a layout may take it for one by itself."""
+def _is_part_of_checkpoint(source: Source, name: str) -> bool:
+    """Tell whether a file holds only a part of a checkpoint, even if a layout could read it alone."""
     if any(layout.program.is_piece(source, name) for layout in layouts.layouts().values()):
         return True
     if source.root.startswith("http"):  # a server may have no listing of the folder
@@ -263,51 +269,52 @@ def _is_piece(source: Source, name: str) -> bool:
         names = source.list()
         shards = sum(_is_same_series(_SHARD, n, m, "of") for n in names)  # of an incomplete copy each may be read alone
         return m["of"] != "00001" and (shards == int(m["of"]) or any(n.endswith(".index.json") for n in names))
-    kind = kind_of(name)
+    kind = classify_state_file(name)
     if kind is not None and kind[1] in ("scheduler", "rng", "scaler", "dataloader", "trainer"):
         return True
     m = re.fullmatch(_RANK, name)
     return m is not None and any(n != name and _is_same_series(_RANK, n, m) for n in source.list())
 
 
-def _name(source: Source) -> str:
-    """Return the name of the folder that a source is opened at."""
+def _folder_name(source: Source) -> str:
+    """Return the last part of the path of a source's folder."""
     return source.root.rstrip("/").rpartition("/")[2]
 
 
 def _is_same_series(pattern: str, name: str, m: re.Match[str], *more: str) -> bool:
-    """Tell whether `name` matches `pattern` and differs from the name in the match `m` in its number alone: its groups
-    "head", "tail" and those in `more` are equal."""
+    """Tell whether `name` matches `pattern` and differs from the already matched name `m` only in its number, i.e. has
+    equal groups "head", "tail" and `more`."""
     other = re.fullmatch(pattern, name)
     return other is not None and all(other[k] == m[k] for k in ("head", "tail", *more))
 
 
-def _refuse_piece(source: Source, name: str) -> None:
-    """Refuse a file that is a part of a checkpoint, naming the folder to give.
+def _refuse_part_of_checkpoint(source: Source, name: str) -> None:
+    """Raise an error that names the folder to give, if a file is only a part of a checkpoint.
 
     Raises:
-        NotRecognised: it is such a file.
+        NotRecognised: it is a part.
     """
-    if not _is_piece(source, name):
+    if not _is_part_of_checkpoint(source, name):
         return
-    if (folder := _checkpoint_around(source)) is not None:
-        raise _piece_error(Place(source, name), *folder)
+    if (folder := _find_enclosing_checkpoint(source)) is not None:
+        raise _make_part_error(Place(source, name), *folder)
     dcp = layouts.find(DEFAULT_LAYOUT)
     if dcp.program.is_piece(source, name):
         why = dcp.detect(Place(source, None))[1]
         raise NotRecognised(
-            f"{_shown(source, name)} is one file of a {dcp.name} checkpoint, and its folder cannot be read either: "
+            f"{_display_path(source, name)} is one file of a {dcp.name} checkpoint, and its folder cannot be read "
+            "either: "
             f"{why}.",
             code="CKPT0303",
         )
 
 
-def _checkpoint_around(source: Source) -> tuple[str, Layout] | None:
-    """Return (path, layout) of the checkpoint that this folder is, or of the one above if this is a part of that; None
-    where there is none."""
+def _find_enclosing_checkpoint(source: Source) -> tuple[str, Layout] | None:
+    """Return (path, layout) of the parent folder's checkpoint if this folder is a part of one, else of this folder's
+    own checkpoint; None where neither is a checkpoint."""
     parent, _, name = source.root.rpartition("/")
     parts = (x.program.part_folders for x in layouts.layouts().values())
-    if _matches_any(parts, name) or _is_folder_of_rank(name):
+    if _matches_any(parts, name) or _is_rank_folder(name):
         try:
             with open_source(parent) as above:
                 layout = layouts.detect(Place(above, None))
@@ -321,17 +328,22 @@ def _checkpoint_around(source: Source) -> tuple[str, Layout] | None:
         return None
 
 
-def _piece_error(where: Place, folder: str, layout: Layout) -> NotRecognised:
-    """Return the error for a file or a folder that is one piece of the checkpoint at the path `folder`."""
-    path = _shown(where.source, where.file or "")
+def _make_part_error(where: Place, folder: str, layout: Layout) -> NotRecognised:
+    """Return the error for a file or folder that is only a part of a checkpoint.
+
+    Args:
+        folder: the path of the checkpoint.
+        layout: the checkpoint's layout.
+    """
+    path = _display_path(where.source, where.file or "")
     kind = "file" if where.file else "folder"
     return NotRecognised(
         f"{path} is one {kind} of the {layout.name} checkpoint {folder}; give that folder.", code="CKPT0303"
     )
 
 
-def _shown(source: Source, name: str) -> str:
-    """Return the path of an entry of a folder as messages show it; of the folder itself where `name` is ""."""
+def _display_path(source: Source, name: str) -> str:
+    """Return the path of an entry of a folder as messages show it; an entry "" means the folder itself."""
     return urls.display_path(f"{source.root.rstrip('/')}/{name}" if name else source.root)
 
 
@@ -345,83 +357,90 @@ _NAMED_STEP = r"(?i)steps?[-_=]?(\d{1,15})(?!\d)"
 _EPOCH = r"(?i)(?:epoch|(?<![a-z])ep)[-_=]?(\d{1,9})(?!\d)"
 
 
-def below(source: Source, most: int | None = None) -> Checkpoints:
-    """List the checkpoints in a folder and in its folders, oldest first, with the newest complete one of each run
-    marked.
+def find_checkpoints(source: Source, most: int | None = None) -> Checkpoints:
+    """Find the checkpoints in a folder and its subfolders; they are sorted from the oldest to the newest, and the
+    newest complete one of each run is marked.
 
     Args:
-        most: folders to look into; None for a number that takes seconds.
+        most: how many folders to look into at most; None means a default that takes seconds.
     """
     walk = _Walk(source, most)
-    rows = sorted(walk.rows(""), key=_age)
+    rows = sorted(walk.rows(""), key=_sort_key_by_age)
     runs: dict[tuple[str, str], list[FoundCheckpoint]] = {}
     for c in rows:
         if c.complete:
-            runs.setdefault(run_of(c), []).append(c)
+            runs.setdefault(find_run_key(c), []).append(c)
     chosen: set[int] = set()
     exports: set[int] = set()
     for saves in runs.values():
         last = saves[::-1][: _MOST_EXPORTS + 1]
-        newer = list(takewhile(lambda c: layouts.program_of(c.layout).is_export(source.below(c.name)), last))
+        newer = list(takewhile(lambda c: layouts.get_program_of(c.layout).is_export(source.below(c.name)), last))
         if newer == last:  # the run saves its weights apart from the rest
             newer = []
         exports |= {id(c) for c in newer}
         best = saves[-1 - len(newer)]
-        if not any(c is not best and _age(c)[:2] == _age(best)[:2] for c in saves):  # else neither is the newest
+        if not any(
+            c is not best and _sort_key_by_age(c)[:2] == _sort_key_by_age(best)[:2] for c in saves
+        ):  # else neither is the newest
             chosen.add(id(best))
     rows = [replace(c, newest=id(c) in chosen, weights_only=id(c) in exports) for c in rows]
-    return Checkpoints(_shown(source, ""), rows, walk.left_out)
+    return Checkpoints(_display_path(source, ""), rows, walk.left_out)
 
 
 def describe_place(where: Place) -> FoundCheckpoint | None:
-    """Return the row of a place that is a checkpoint itself, as `below` lists those in a folder; `name` is relative to
-    the source, "" for its own folder. None where it is no checkpoint."""
+    """Return the `FoundCheckpoint` of a place that is a checkpoint itself, as `below` returns them for a folder; None
+    where it is no checkpoint.
+
+    Its `name` is relative to the source: "" for the source's own folder.
+    """
     walk = _Walk(where.source, None)
     if where.file is not None:
         return next(walk.look_at_file("", where.file, where.file, where.source.list()), None)
-    name = _name(where.source)
+    name = _folder_name(where.source)
     row = walk.look_at_folder("", name)
-    step, epoch = _step_and_epoch(name)
+    step, epoch = _find_step_and_epoch(name)
     return row and replace(row, step=step, epoch=epoch)
 
 
-def step_path(c: FoundCheckpoint) -> str:
-    """Return the path of the folder or file whose name has the step of a checkpoint: of global_step_3/actor,
-    "global_step_3". The checkpoint's own path where no name has one."""
+def find_step_path(c: FoundCheckpoint) -> str:
+    """Return the part of a checkpoint's `name` up to the folder or file that names the step: "global_step_3" of
+    global_step_3/actor. The whole `name` where none names a step or epoch."""
     parts = c.name.split("/")
     for n in range(len(parts), 0, -1):
-        if _step_and_epoch(parts[n - 1]) != (None, None) or is_number_text(parts[n - 1]):
+        if _find_step_and_epoch(parts[n - 1]) != (None, None) or is_number_text(parts[n - 1]):
             return "/".join(parts[:n])
     return c.name
 
 
 def strip_steps(name: str) -> str:
-    """Return a name without the numbers of steps and epochs in it."""
+    """Return a name without its step and epoch numbers: strip_steps("run-checkpoint-100") == "run-step"."""
     return re.sub(_EPOCH, "epoch", re.sub(_STEP, "step", name))
 
 
 def find_step(name: str) -> int | None:
-    """Return the step in a path; None where it has none."""
-    return next((step for part in reversed(name.split("/")) if (step := _step_and_epoch(part)[0]) is not None), None)
+    """Return the step that the last part of a path with a step names; None where no part does."""
+    return next(
+        (step for part in reversed(name.split("/")) if (step := _find_step_and_epoch(part)[0]) is not None), None
+    )
 
 
-def _age(c: FoundCheckpoint) -> tuple[int, int, str]:
-    """Return the key by which saves are sorted, the oldest first: (step, epoch, name), -1 for a step or epoch that is
-    not known."""
+def _sort_key_by_age(c: FoundCheckpoint) -> tuple[int, int, str]:
+    """Return the key that sorts checkpoints from the oldest to the newest: (step, epoch, name), with -1 for an unknown
+    step or epoch."""
     return (-1 if c.step is None else c.step, -1 if c.epoch is None else c.epoch, c.name)
 
 
-def run_of(c: FoundCheckpoint) -> tuple[str, str]:
-    """Return what the saves of one run have in common, (folder that they are in, ""); of global_step_3/actor,
-    ("global_step_#", "actor")."""
+def find_run_key(c: FoundCheckpoint) -> tuple[str, str]:
+    """Return a key that is equal for all checkpoints of one run: (folder that contains them, ""); for
+    global_step_3/actor, ("global_step_#", "actor")."""
     folder, _, name = c.name.rpartition("/")
-    if _step_and_epoch(name) == (None, None):
+    if _find_step_and_epoch(name) == (None, None):
         return re.sub(r"\d+", "#", folder), name if folder else ""
     return folder, ""
 
 
-def _step_and_epoch(name: str) -> tuple[int | None, int | None]:
-    """Find the step and the epoch in a name: (step, epoch), each None where the name does not have it."""
+def _find_step_and_epoch(name: str) -> tuple[int | None, int | None]:
+    """Return (step, epoch) from a file or folder name, each None where the name does not contain it."""
     steps, epochs = re.findall(_NAMED_STEP, name) or re.findall(_STEP, name), re.findall(_EPOCH, name)
     return (int(steps[-1]) if steps else None), (int(epochs[-1]) if epochs else None)
 
@@ -435,14 +454,21 @@ class _Walk:
         self.listings = most or (_MOST_REMOTE if source.is_remote else _MOST)
 
     def rows(self, folder: str) -> Iterator[FoundCheckpoint]:
-        """Yield the checkpoints in a folder, given by its path in the source ("" for the source itself), and, down to
-        `_DEPTH`, in its folders."""
+        """Yield the checkpoints in a folder and in its subfolders, down to `_DEPTH` levels below the source.
+
+        Args:
+            folder: path in the source; "" for the source itself.
+        """
         names = self.source.list(folder)
         complete: set[str] = set()  # the layouts of which a complete save is here, so that those beside it should be
         out: list[FoundCheckpoint] = []
-        for name in sorted(names, key=lambda n: [-1 if x is None else x for x in _step_and_epoch(n)], reverse=True):
+        for name in sorted(
+            names, key=lambda n: [-1 if x is None else x for x in _find_step_and_epoch(n)], reverse=True
+        ):
             path = f"{folder}/{name}" if folder else name
-            if self._leads_to_another(path, names) or any(x.program.is_part(name, names) for x in self.known.values()):
+            if self._is_link_to_sibling(path, names) or any(
+                x.program.is_part(name, names) for x in self.known.values()
+            ):
                 continue
             if not self.source.glance(path)[0]:
                 out += self.look_at_file(folder, path, name, names)
@@ -459,7 +485,7 @@ class _Walk:
                 yield from self.rows(path) if deeper else ()
                 continue
             # files that may be there by chance hide no checkpoints below them
-            if deeper and layouts.program_of(found.layout).is_stray(self.source.list(path)):
+            if deeper and layouts.get_program_of(found.layout).is_stray(self.source.list(path)):
                 inner = list(self.rows(path))
                 if any(c.layout != found.layout for c in inner):
                     yield from inner
@@ -474,13 +500,13 @@ class _Walk:
                 c = replace(c, complete=False, lacks=lacks)
             yield c
 
-    def _leads_to_another(self, path: str, names: Iterable[str]) -> bool:
-        """Tell whether an entry is a link to another one of its folder: LATEST of NeMo AutoModel, last.ckpt of
-        Lightning.
+    def _is_link_to_sibling(self, path: str, names: Iterable[str]) -> bool:
+        """Tell whether an entry is a symbolic link to another entry of its folder: LATEST of NeMo AutoModel, last.ckpt
+        of Lightning.
 
         Args:
             path: the entry, relative to the source.
-            names: what its folder holds.
+            names: the entries of its folder.
         """
         here = os.path.join(self.source.root, path)
         if not self.source.local or not os.path.islink(here):
@@ -489,11 +515,16 @@ class _Walk:
         return name in names and folder == os.path.realpath(os.path.dirname(here))
 
     def look_at_folder(self, path: str, name: str) -> FoundCheckpoint | None:
-        """Return the row of a folder that is a checkpoint, or the beginning of one; None where it is neither. `name` is
-        the last part of `path`."""
+        """Return the `FoundCheckpoint` of a folder that is a complete or incomplete checkpoint; None where it is
+        neither.
+
+        Args:
+            path: the folder, relative to the source.
+            name: the last part of `path`.
+        """
         inside = self.source.below(path)
         names = self.source.list(path)
-        layout = _first_match(Place(inside, None), self.known.values())
+        layout = _find_layout(Place(inside, None), self.known.values())
         temporary = re.fullmatch(_TEMPORARY, name) is not None
         seen = SeenFolder(inside, names, name, layout.name if layout else None, temporary)
         begun = (x.program.unfinished(seen) for x in self.known.values())
@@ -504,21 +535,22 @@ class _Walk:
         elif layout is None:
             return None
         else:
-            lacks = next(_gaps(seen, layout), "")
+            lacks = next(_list_gaps(seen, layout), "")
         sizes = [size for _, size in _list_files(inside, names)]
         known = layout.name if layout else DEFAULT_LAYOUT
-        return self._make_row(path, known, layout, lacks, len(sizes), sum(sizes))
+        return self._make_found_checkpoint(path, known, layout, lacks, len(sizes), sum(sizes))
 
     def look_at_file(self, folder: str, path: str, name: str, names: Iterable[str]) -> Iterator[FoundCheckpoint]:
-        """Yield the row of a file that is a checkpoint, unless names say that it is a part of one or no state of a
-        model.
+        """Yield the `FoundCheckpoint` of a file that is a checkpoint; nothing if its name or its folder says that it is
+        a part of a checkpoint or holds no weights.
 
         Args:
             folder: the path of its folder in the source, "" for the source itself.
-            path: that of the file; `name` is its last part.
-            names: what the folder holds.
+            path: the path of the file in the source.
+            name: the last part of `path`.
+            names: the entries of the folder.
         """
-        kind = kind_of(name)
+        kind = classify_state_file(name)
         of_suffix = (x.name for x in self.known.values() if x.is_file and x.suffixes and name.endswith(x.suffixes))
         layout = next(of_suffix, None)
         if layout is None or name.startswith(".") or re.fullmatch(_SHARD, name) or re.fullmatch(_RANK, name):
@@ -529,12 +561,12 @@ class _Walk:
             return
         if not self.source.is_remote:
             inside = self.source.below(folder) if folder else self.source
-            found = _first_match(Place(inside, name), self.known.values())
+            found = _find_layout(Place(inside, name), self.known.values())
             layout = found.name if found else None
         if layout is not None:
             size = self.source.glance(path)[1] or 0
             lacks = "" if size else "the file is empty"
-            yield self._make_row(
+            yield self._make_found_checkpoint(
                 path,
                 layout,
                 None,
@@ -543,30 +575,30 @@ class _Walk:
                 size,
             )
 
-    def _make_row(
+    def _make_found_checkpoint(
         self, path: str, layout: str, of: Layout | None, lacks: str, files: int, size: int
     ) -> FoundCheckpoint:
-        """Make the row of a checkpoint, with the step and the epoch that its path names.
+        """Return the `FoundCheckpoint` of a path, with the step and the epoch that the path names.
 
         Args:
             layout: the layout's name.
-            of: the layout, for the name of its trainer; None where that is not to be told.
-            lacks: what is not there, "" where it is complete.
+            of: the layout, from which the trainer's name is taken; None to leave the trainer unknown.
+            lacks: what is missing, "" where the checkpoint is complete.
             files, size: how many files it has, and their bytes.
         """
         step = epoch = None
         for part in reversed(path.split("/")):
-            step, epoch = _step_and_epoch(part)
+            step, epoch = _find_step_and_epoch(part)
             if step is not None or epoch is not None:
                 break
         name = path.rpartition("/")[2]
-        if step is None and layouts.program_of(layout).step_word == "" and is_number_text(name):
+        if step is None and layouts.get_program_of(layout).step_word == "" and is_number_text(name):
             step = int(name)
         trainer = None
         if of is not None:
             trainer = of.title.removeprefix("directory of ") if of.of_trainer else of.saves.engine if of.saves else None
         return FoundCheckpoint(
-            _shown(self.source, path),
+            _display_path(self.source, path),
             path,
             step,
             epoch,
@@ -579,9 +611,9 @@ class _Walk:
         )
 
 
-def _first_match(where: Place, known: Iterable[Layout]) -> Layout | None:
-    """Return the layout of a place: of several that match, that of a trainer, or else the first; None where none
-    does."""
+def _find_layout(where: Place, known: Iterable[Layout]) -> Layout | None:
+    """Return the layout that matches a place, None where none does. Of several, the first one that belongs to a
+    trainer, or else the first."""
     yes = []
     for layout in known:
         try:
@@ -605,8 +637,8 @@ def _list_files(inside: Source, names: Iterable[str]) -> Iterator[tuple[str, int
                 yield f"{name}/{inner}", size or 0
 
 
-def _gaps(seen: SeenFolder, layout: Layout) -> Iterator[str]:
-    """Yield sentences on what a folder of a layout lacks of a complete checkpoint, the most telling first."""
+def _list_gaps(seen: SeenFolder, layout: Layout) -> Iterator[str]:
+    """Yield texts on what a folder of a layout lacks of a complete checkpoint, the most informative first."""
     if seen.is_temporary:
         yield seen.STILL_WRITTEN
     yield from layout.program.gaps(seen)
@@ -619,15 +651,16 @@ def _gaps(seen: SeenFolder, layout: Layout) -> Iterator[str]:
             yield f"no latest, which {saves.engine} writes last"
     for tag in tags:
         here = seen.source.list(tag) if tag else seen.names
-        yield from _missing_numbers(here)
+        yield from _list_missing_files(here)
         for n in here:
             is_folder, size = seen.source.glance(f"{tag}/{n}" if tag else n)
             if not is_folder and size == 0 and (n.endswith((".safetensors", ".pt", ".bin", ".metadata"))):
                 yield f"{n} is empty"
 
 
-def _missing_numbers(names: Iterable[str]) -> Iterator[str]:
-    """Yield "no NAME" of the ranks and shards that should be among some names, by the numbers of the others."""
+def _list_missing_files(names: Iterable[str]) -> Iterator[str]:
+    """Yield "no NAME" for each missing rank or shard file, inferred from the numbers in the names of the existing
+    files."""
     ranks: dict[str, dict[str, set[int]]] = {}
     shards: dict[tuple[str, str, str], set[int]] = {}
     for name in names:
@@ -657,16 +690,19 @@ def newest(path: str | os.PathLike[str]) -> str:
     Raises:
         NotRecognised: there is none, or several runs lie below. UsageError: the path is a file.
     """
-    return latest(path)[0]
+    return find_latest_checkpoint(path)[0]
 
 
-def latest(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """Return (path of the newest complete checkpoint, note on newer ones that hold weights alone); the note is "" where
-    there are none. Where the folder is a checkpoint of a job itself, its own path is returned.
+def find_latest_checkpoint(path: str | os.PathLike[str]) -> tuple[str, str]:
+    """Find the newest complete checkpoint from which a job can resume; the folder itself where it is a training
+    checkpoint.
+
+    Returns:
+        (path of the checkpoint, note that lists newer checkpoints with weights alone, "" where there are none).
 
     Raises:
         UsageError: `path` is a file.
-        NotRecognised: there is no checkpoint, none that is newest, or there are several runs.
+        NotRecognised: there is no checkpoint, none is the newest complete one, or there are several runs.
     """
     where = layouts.place(path)
     if where.file is not None:
@@ -675,10 +711,10 @@ def latest(path: str | os.PathLike[str]) -> tuple[str, str]:
             code="CKPT0205",
         )
     with where.source as source:
-        itself = _first_match(Place(source, None), layouts.layouts().values())
+        itself = _find_layout(Place(source, None), layouts.layouts().values())
         if itself is not None and not itself.of_weights:
             return os.fspath(path), ""
-        found = below(source)
+        found = find_checkpoints(source)
     answer = found.newest
     if len(answer) == 1:
         newer = [c.path for c in found.checkpoints if c.weights_only]

@@ -16,10 +16,10 @@ __all__ = ["next_step"]
 
 
 def next_step(ckpt: Checkpoint, path: str) -> str:
-    """Return one line of advice: whether its trainer resumes from the checkpoint as it is, and the command for what it
-    does not do."""
+    """Return one line of advice: whether the checkpoint's trainer can resume from it as it is, and which command to use
+    for what the trainer cannot do."""
     advice = Advice(ckpt, path)
-    layout, program = layouts.read_as(ckpt.layout), layouts.program_of(ckpt.layout)
+    layout, program = layouts.find_by_checkpoint_layout(ckpt.layout), layouts.get_program_of(ckpt.layout)
     if any(isinstance(note, MixupNote) for note in ckpt.notes):
         return (
             "no job should resume from it, since a rank's file is in another's place: fetch that file again; ckpttool "

@@ -12,8 +12,8 @@ A file was read when the source opened it. Names alone decide what a file holds,
 from the listing of the store. Only one under a name that no trainer uses is opened, on a disk: another whole checkpoint
 of the same model, such as ckpt.pt next to a DCP folder's files, is nothing that this one lacks. For a folder these are
 all files in it and, next to it, the other half (`Program.halves`). For a single file it is the names that hold state
-(`kind_of`), and no others: a folder of downloads is not one checkpoint. State that the checkpoint already holds (a
-scheduler in DeepSpeed's own file) is listed, but is not a loss.
+(`classify_state_file`), and no others: a folder of downloads is not one checkpoint. State that the checkpoint already
+holds (a scheduler in DeepSpeed's own file) is listed, but is not a loss.
 
 Sources: transformers/trainer.py (_save_optimizer_and_scheduler, _save_rng_state), accelerate/checkpointing.py and
 utils/constants.py, torchtune/training/checkpointing/_checkpointer.py, lightning/pytorch/strategies/fsdp.py,
@@ -32,11 +32,19 @@ from ...huggingface import lora, model_files
 from ...index.checkpoint import Checkpoint, Unread
 from ...printable import printable
 from ...program import Saves, StateFile
-from ...storage.overlay import parent_of
+from ...storage.overlay import find_parent_folder
 from ...storage.source import Source
 from ...storage.sources import open_source
 
-__all__ = ["NOT_READ", "human", "kind_of", "listed", "lost", "note", "unread"]
+__all__ = [
+    "NOT_READ",
+    "classify_state_file",
+    "describe_files",
+    "human",
+    "list_lost_state",
+    "list_unread_files",
+    "make_unread_note",
+]
 
 #: How the reason of a `Dropped` ends that stands for a file.
 NOT_READ = "in a file that was not read"
@@ -91,7 +99,7 @@ _MOST = 1000  # rows; those beyond are one more
 
 
 def human(n: float) -> str:
-    """Write a number of bytes as people read it: human(2_500_000) == "2.5 MB"."""
+    """Return a number of bytes as text with a decimal unit: human(2_500_000) == "2.5 MB"."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(n) < 1000 or unit == "TB":
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
@@ -102,14 +110,14 @@ def human(n: float) -> str:
 # ---------------------------------------------------------------------------------------------------------- looking
 
 
-def unread(source: Source, file: str | None, ckpt: Checkpoint, saves: Saves | None) -> list[Unread]:
-    """List what belongs to a checkpoint by its name and was not read, the most important first. A folder that cannot be
-    listed becomes a note of the checkpoint.
+def list_unread_files(source: Source, file: str | None, ckpt: Checkpoint, saves: Saves | None) -> list[Unread]:
+    """List the files and folders that by their names belong to a checkpoint and were not read, the most important
+    first. If a folder cannot be listed, a note is added to `ckpt.notes`.
 
     Args:
-        source, file: the place that was read; a file of None is the folder.
+        source, file: the place that was read; `file` is None for a folder.
         ckpt: what was read of it, before components were left out.
-        saves: how its layout keeps several saves in one folder; None where it does not.
+        saves: how its layout keeps several saves in one folder; None if it does not.
     """
     held = {ckpt.component(n) for n in [*ckpt.tensors, *ckpt.values]} - {
         "trainer",
@@ -117,15 +125,17 @@ def unread(source: Source, file: str | None, ckpt: Checkpoint, saves: Saves | No
     }  # these may have several parts
     held |= {"adapter" for n in ckpt.files if n.startswith("adapter_model.")}
     rows: list[Unread] = []
-    looks = [_in_folder, _in_folder_above] if file is None else [_beside_file]
+    looks = [_list_unread_in_folder, _list_state_in_parent] if file is None else [_list_state_beside_file]
     for look in looks:
         try:
             rows += look(source, held, saves)
         except (CkpttoolError, OSError) as e:  # a folder that may be read but not listed
             ckpt.notes.append(f"the folder could not be listed for files that belong to the checkpoint: {e}")
     if file is None and source.local:
-        rows = [r._replace(what=_COPY, component="") if _is_same_model(source, r, ckpt) else r for r in rows]
-        rows = [r._replace(what=_OF_PEFT, component="") if _is_its_adapter(source, r, ckpt) else r for r in rows]
+        rows = [
+            r._replace(what=_COPY, component="") if _is_checkpoint_of_same_model(source, r, ckpt) else r for r in rows
+        ]
+        rows = [r._replace(what=_OF_PEFT, component="") if _is_copy_of_adapter(source, r, ckpt) else r for r in rows]
     rows.sort(key=lambda r: (_ORDER.index(r.component), r.what, r.name))
     if len(rows) > _MOST:
         rest = rows[_MOST:]
@@ -137,9 +147,9 @@ _COPY = "another checkpoint of the same model"
 _OF_PEFT = "its adapter once more, by names and shapes, as PEFT saves it"
 
 
-def _is_same_model(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
-    """Tell whether a file under an unknown name is a checkpoint itself, with the weights and the optimizer of the same
-    model. Weights alone may be an average, which is state of its own."""
+def _is_checkpoint_of_same_model(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
+    """Tell whether a file with an unknown name is a checkpoint itself, with the weights and the optimizer state of the
+    same model. Weights alone do not count: they may be an average, i.e. further state."""
     model = {n: t.shape for n, t in ckpt.tensors.items() if t.path[0] == "model"}
     large = sum(t.nbytes for t in ckpt.tensors.values() if t.path[0] == "model")
     if (row.what, row.component) != ("unknown", "extra") or not model or (row.bytes or 0) < large:
@@ -162,9 +172,12 @@ def _is_same_model(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
     return optimizer and model == {n: t.shape for n, t in found.tensors.items() if t.path[0] == "model"}
 
 
-def _is_its_adapter(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
-    """Tell whether a file is PEFT's copy of an adapter that the checkpoint holds: Trainer writes it next to the weights
-    of DeepSpeed and of FSDP's FULL_STATE_DICT, in which the adapter's name stands in the names."""
+def _is_copy_of_adapter(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
+    """Tell whether a file is a copy, saved by PEFT, of an adapter that the checkpoint holds.
+
+    Trainer writes such a copy next to the weights of DeepSpeed and of FSDP's FULL_STATE_DICT, whose tensor names
+    contain the adapter's name; the copy's names do not.
+    """
     seen = lora.find_lora(ckpt) if row.component == "adapter" else None
     if seen is None:
         return False
@@ -181,12 +194,12 @@ def _is_its_adapter(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
     return bool(saved) and all(held.get(n) == shape for n, shape in saved.items())
 
 
-def _in_folder(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:
-    """Yield files of state that were not read, in the folder, and in the folders in it from which the layout read.
+def _list_unread_in_folder(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:
+    """Yield the unread state files in the checkpoint's folder and in those subfolders from which the layout read.
 
     Args:
         held: components that the checkpoint has; a file of one of them is no loss.
-        saves: how the layout keeps several saves in one folder, of which others are passed over; None where it does
+        saves: how the layout keeps several saves in one folder, so that the other saves are ignored; None if it does
             not.
     """
     read = {n for n in source.identities() if not n.startswith("../")}
@@ -194,37 +207,41 @@ def _in_folder(source: Source, held: set[str], saves: Saves | None) -> Iterator[
     for folder in ("", *sorted(used)):
         for entry in source.list(folder):
             name = f"{folder}/{entry}" if folder else entry
-            if name in read or name in used or (kind := _kind_in_checkpoint(entry)) is None:
+            if name in read or name in used or (kind := _classify_checkpoint_file(entry)) is None:
                 continue
             is_folder, size = source.glance(name)
             if not is_folder:
                 if size or not entry.endswith(".distcp"):  # a rank that had nothing to write
-                    yield _row(name, size, *kind, held)
+                    yield _make_unread(name, size, *kind, held)
                 continue
-            kind = kind_of(entry + "/")
+            kind = classify_state_file(entry + "/")
             if saves is not None and (kind is None or saves.folder in entry):
                 continue  # another save, whatever its tag is called
             if kind is not None and _holds_state(source, name, kind):
-                yield _row(name + "/", _bytes_within(source, name), *kind, held)
+                yield _make_unread(name + "/", _sum_folder_bytes(source, name), *kind, held)
             elif not folder and not re.fullmatch(_SAVES, entry + "/") and not re.fullmatch(_PLAIN, entry + "/"):
-                yield _row(name + "/", None, "folder", "", held)
+                yield _make_unread(name + "/", None, "folder", "", held)
 
 
-def _beside_file(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:
-    """Yield state next to a single file, but for components in `held`, which the checkpoint has. `saves` is not looked
-    at."""
-    if not source.root.startswith("http"):  # where listings are pages for people, a question a file is too much
-        yield from _state_under_known_names(source, set(source.identities()), held, "", None)
-
-
-def _in_folder_above(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:
-    """Yield state in the folder above, where a trainer spreads one checkpoint over several folders.
+def _list_state_beside_file(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:
+    """Yield the state files in the folder of a single-file checkpoint.
 
     Args:
-        held: components that the checkpoint has, which are passed over.
-        saves: how the layout keeps several saves in one folder; None where it does not.
+        held: components that the checkpoint has; their files are ignored.
+        saves: not used.
     """
-    parent, name = parent_of(source)
+    if not source.root.startswith("http"):  # where listings are pages for people, a question a file is too much
+        yield from _list_state_by_name(source, set(source.identities()), held, "", None)
+
+
+def _list_state_in_parent(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:
+    """Yield the state files in the parent folder, where a trainer spreads one checkpoint over several folders.
+
+    Args:
+        held: components that the checkpoint has; their files are ignored.
+        saves: how the layout keeps several saves in one folder; None if it does not.
+    """
+    parent, name = find_parent_folder(source)
     known = (half for layout in layouts.layouts().values() for half in layout.program.halves)
     halves = [h for h in known if re.fullmatch(h.folder, name)]
     if not parent or (not halves and saves is None):
@@ -239,90 +256,97 @@ def _in_folder_above(source: Source, held: set[str], saves: Saves | None) -> Ite
         stem = re.sub(r"\d+", "", name)
         same = {n for n in names if re.sub(r"\d+", "", n) == stem}  # other steps, or another model and its optimizer
         same |= {n.split("/")[1] for n in source.identities() if n.startswith("../")}
-        yield from _state_under_known_names(above, same, held, "../", None if half is None else half.other)
+        yield from _list_state_by_name(above, same, held, "../", None if half is None else half.other)
 
 
-def _state_under_known_names(
+def _list_state_by_name(
     source: Source, skip: set[str], held: set[str], above: str, kind: StateFile | None
 ) -> Iterator[Unread]:
-    """Yield state in a folder under names that trainers use, but for components that the checkpoint has.
+    """Yield the state files in a folder that have names which trainers use, except for components that the checkpoint
+    has.
 
     Args:
-        skip: entries that are passed over.
+        skip: entries that are ignored.
         held: components that the checkpoint has.
-        above: what is put before each name, such as "../".
+        above: prefix of each name in the result, such as "../".
         kind: the one kind of file to look for; None for all.
     """
     for entry in source.list():
         for name in (entry, entry + "/") if entry not in skip else ():
-            found = kind_of(name) if kind is None else kind[1:] if re.fullmatch(kind.pattern, name) else None
+            found = (
+                classify_state_file(name) if kind is None else kind[1:] if re.fullmatch(kind.pattern, name) else None
+            )
             if found is None or found[1] in ("", "adapter") or found[1] in held:
                 continue
             is_folder, size = source.glance(entry)
             if is_folder == name.endswith("/") and (not is_folder or _holds_state(source, entry, found)):
-                yield Unread(printable(above + name), _bytes_within(source, entry) if is_folder else size, *found)
+                yield Unread(printable(above + name), _sum_folder_bytes(source, entry) if is_folder else size, *found)
 
 
 def _holds_state(source: Source, folder: str, kind: tuple[str, str]) -> bool:
-    """Tell whether a folder that is named like state, `kind` = (what, component), holds files of state; a folder of
-    programs may be called dataloader, too."""
+    """Tell whether a folder with the name of a state folder contains state files; a folder of source code may be called
+    dataloader, too.
+
+    Args:
+        kind: (what it is, its component), as `classify_state_file` returns it for the folder's name.
+    """
     return not kind[1] or any(n == ".metadata" or re.fullmatch(_STATE, n) for n in source.list(folder))
 
 
-def _kind_in_checkpoint(name: str) -> tuple[str, str] | None:
-    """Return (what it is, its component) of a file in the checkpoint's own folder, by its name; None of one that needs
-    no word: config, tokenizer, texts."""
-    if (known := kind_of(name)) is not None:
+def _classify_checkpoint_file(name: str) -> tuple[str, str] | None:
+    """Return (what it is, its component) of a file in the checkpoint's own folder, by its name; None for files that
+    need no mention: config, tokenizer, texts."""
+    if (known := classify_state_file(name)) is not None:
         return known
     if name.startswith((".", "tokenizer")):
         return None
     if not re.fullmatch(_STATE, name):
-        return None if re.fullmatch(_PLAIN, name) or model_files.is_known_file(name) else ("unknown", "")
+        return None if re.fullmatch(_PLAIN, name) or model_files.is_model_or_trainer_file(name) else ("unknown", "")
     if name.endswith(".distcp"):
         return "left over from another save: .metadata does not name it", ""
     return next((what, component) for word, what, component in _WORDS if word in name.lower())
 
 
-def kind_of(name: str) -> tuple[str, str] | None:
-    """Return (what it is, its component) of a name that trainers use; a folder's name ends with "/". None of any other
-    name."""
+def classify_state_file(name: str) -> tuple[str, str] | None:
+    """Return (what it is, its component) for a file or folder name that trainers use, else None. The name of a folder
+    has to end with "/"."""
     known = (*_NAMES, *layouts.state_files())
-    m = _pattern_of(known).fullmatch(name)
+    m = _compile_pattern(known).fullmatch(name)
     return None if m is None else next(k[1:] for i, k in enumerate(known) if m[f"k{i}"] is not None)
 
 
 @cache
-def _pattern_of(known: tuple[StateFile, ...]) -> re.Pattern[str]:
-    """Compile one regular expression that matches the names of all these kinds of files, with a group k0, k1, ... for
-    each kind."""
+def _compile_pattern(known: tuple[StateFile, ...]) -> re.Pattern[str]:
+    """Return one regular expression that matches the names of all these kinds of files, with the groups k0, k1, ... for
+    the kinds in order."""
     return re.compile("|".join(f"(?P<k{i}>{k.pattern})" for i, k in enumerate(known)))
 
 
-def _row(name: str, size: int | None, what: str, component: str, held: set[str]) -> Unread:
-    """Make the row of a file; its component becomes "" where it is in `held`, the components that the checkpoint has:
+def _make_unread(name: str, size: int | None, what: str, component: str, held: set[str]) -> Unread:
+    """Return the `Unread` of a file. Its component is "" if it is in `held`, the components that the checkpoint has:
     then the file is no loss."""
     return Unread(printable(name), size, what, "" if component in held else component)
 
 
-def _bytes_within(source: Source, folder: str) -> int:
-    """Add up the bytes of the first `_MOST` files of a folder, as far as they are known."""
+def _sum_folder_bytes(source: Source, folder: str) -> int:
+    """Return the bytes of the first `_MOST` files of a folder, as far as their sizes are known."""
     return sum(source.glance(f"{folder}/{n}")[1] or 0 for n in source.list(folder)[:_MOST])
 
 
 def _sum_bytes(rows: Iterable[Unread]) -> int:
-    """Add up the bytes of rows."""
+    """Return the total bytes of unread files; unknown sizes count as 0."""
     return sum(r.bytes or 0 for r in rows)
 
 
 # ---------------------------------------------------------------------------------------------------------- judging
 
 
-def lost(ckpt: Checkpoint, holds: Collection[str], only: Collection[str] | None) -> list[Unread]:
-    """List the files without which a conversion would give a checkpoint that looks complete and is not: state beside
-    the weights of a model that was asked for and that the target holds.
+def list_lost_state(ckpt: Checkpoint, holds: Collection[str], only: Collection[str] | None) -> list[Unread]:
+    """List the unread files without which a conversion would give a checkpoint that only looks complete: state of
+    requested components that the target can hold.
 
-    The counters in trainer_state.json alone are not enough: Trainer writes them beside weights that are to be
-    published.
+    Empty if the checkpoint has no weights of a model, or if only trainer_state.json is unread: Trainer writes that file
+    next to weights that are to be published, too.
 
     Args:
         holds: components that the target holds; empty if it holds all.
@@ -338,9 +362,13 @@ def lost(ckpt: Checkpoint, holds: Collection[str], only: Collection[str] | None)
     return [] if all(r.name.endswith("trainer_state.json") for r in found) else found
 
 
-def listed(rows: Iterable[Unread], most: int = 8) -> str:
-    """List files in one text, with sizes and what they hold; files whose names differ in numbers alone are one item, of
-    which `most` are named."""
+def describe_files(rows: Iterable[Unread], most: int = 8) -> str:
+    """Return a text that lists files with their sizes and contents. Files whose names differ only in numbers form one
+    item.
+
+    Args:
+        most: how many items are named; the rest is counted.
+    """
     groups: dict[tuple[str, str], list[Unread]] = {}
     for r in rows:
         groups.setdefault((re.sub(r"\d+", "#", r.name), r.what), []).append(r)
@@ -354,7 +382,7 @@ def listed(rows: Iterable[Unread], most: int = 8) -> str:
     return ", ".join(parts)
 
 
-def note(rows: list[Unread]) -> list[str]:
-    """Return the notes of a checkpoint about files that were not read: one sentence, or none where there are no
-    rows."""
-    return [f"not read, so not carried: {listed(rows)}"] if rows else []
+def make_unread_note(rows: list[Unread]) -> list[str]:
+    """Return the checkpoint's notes about unread files: a list of one sentence, or an empty list where there are no
+    files."""
+    return [f"not read, so not carried: {describe_files(rows)}"] if rows else []

@@ -28,11 +28,15 @@ _OURS = f"{os.sep}ckpttool{os.sep}"
 
 
 def describe_checkpoint(path: str, options: OpenOptions, found: Diagnosis | Exception) -> dict[str, Any]:
-    """Return {"files", "layout", "trainer", "world_size", "tensors", "values", "findings", "error"} of a checkpoint.
-    What cannot be read is missing, and `error` says by its code and the places in ckpttool where that came from.
+    """Return a description of a checkpoint for a bug report, without its data: {"files", "layout", "trainer",
+    "world_size", "tensors", "values", "findings", "error"}.
+
+    Keys whose content cannot be read are missing; "error" has the code and type of the error, and the places in
+    ckpttool where it was raised.
 
     Args:
-        found: what `doctor` found, or its error.
+        options: how to open the checkpoint.
+        found: the result of `doctor`, or the error that it raised.
     """
     out: dict[str, Any] = {"files": _list_files(path)}
     if isinstance(found, Diagnosis):
@@ -49,14 +53,15 @@ def describe_checkpoint(path: str, options: OpenOptions, found: Diagnosis | Exce
             out["tensors"] = {
                 n: f"{t.dtype} {list(t.shape)}, {count_noun(len(t.chunks), 'chunk')}" for n, t in ckpt.tensors.items()
             }
-            out["values"] = {n: _describe_kind(v.data) for n, v in ckpt.values.items()}
+            out["values"] = {n: _describe_type(v.data) for n, v in ckpt.values.items()}
     except Exception as e:  # a bug of ours is what reports are for
         out.setdefault("error", _describe_error(e))
     return out
 
 
 def _describe_error(error: Exception) -> dict[str, Any]:
-    """Return what an error is and where it was raised, without its message."""
+    """Return {"code", "kind", "raised"} of an error: its CKPT code or None, the name of its class, and the places in
+    ckpttool where it was raised. The message is left out."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [f"{f.filename.rpartition(_OURS)[2]}:{f.lineno} {f.name}" for f in frames if _OURS in f.filename]
     code = error.code if isinstance(error, CkpttoolError) else None
@@ -83,8 +88,8 @@ def _list_files(path: str) -> dict[str, int]:
     return out
 
 
-def _describe_kind(x: object) -> str:
-    """Return what kind of value this is, and how many elements it has, but no element: "dict of 3 entries"."""
+def _describe_type(x: object) -> str:
+    """Return the type of a value and its number of elements, without its content: "dict of 3 elements"."""
     if isinstance(x, Opaque):
         return f"object of {x.cls}"
     kind = type(x).__name__

@@ -43,9 +43,9 @@ __all__ = [
     "Request",
     "block_check",
     "check",
-    "copy_command",
-    "kinds_from_data",
+    "list_kinds_from_data",
     "load_checks",
+    "make_copy_command",
     "run_checks",
 ]
 
@@ -92,9 +92,9 @@ def check(
     """Register the decorated function as a check.
 
     Args:
-        kinds: what it may find, the first in order first.
-        reads_data: whether it runs only where all bytes are read.
-        needs_whole: whether it does not run on what is left of a damaged checkpoint.
+        kinds: the kinds of findings it may return; the order of the first one decides when it runs.
+        reads_data: whether it runs only if all bytes are read.
+        needs_whole: whether to skip it for the remains of a damaged checkpoint.
     """
 
     def register(find: FindFunction) -> FindFunction:
@@ -105,7 +105,11 @@ def check(
 
 
 def block_check(*kinds: FindingKind) -> Callable[[BlockClass], BlockClass]:
-    """Register the decorated class as a check that looks at every block of the data and may find these kinds."""
+    """Register the decorated class as a check that looks at every block of the data.
+
+    Args:
+        kinds: the kinds of findings it may return; the order of the first one decides when it runs.
+    """
 
     def register(cls: BlockClass) -> BlockClass:
         BLOCK_CHECKS.append(cls)
@@ -123,7 +127,7 @@ def load_checks() -> None:
             import_module(f"{__package__}.{module.name}")
 
 
-def kinds_from_data() -> set[FindingKind]:
+def list_kinds_from_data() -> set[FindingKind]:
     """Return the kinds of findings that only checks with `reads_data` report."""
     without = {kind for each in CHECKS if not each.reads_data for kind in each.kinds}
     return {kind for each in CHECKS if each.reads_data for kind in each.kinds} - without
@@ -183,8 +187,8 @@ class Examined:
 
     @cached_property
     def model_config(self) -> dict[str, Any] | None:
-        """Get the config.json of the model: that of `--config`, the one the layout has read, or the one in the folder;
-        None where there is none that can be read.
+        """Get the model's config.json as a dict: the one that `--config` names, else the one that the layout has read,
+        else the one in the folder. None where there is none that can be read.
 
         Raises:
             CkpttoolError: the one that `--config` names cannot be read.
@@ -194,14 +198,13 @@ class Examined:
         if self.ckpt.config is not None or not self.opened.folder:
             return self.ckpt.config
         try:
-            return model_files.read_config(self.source) if "config.json" in self.source.list() else None
+            return model_files.read_config_json(self.source) if "config.json" in self.source.list() else None
         except CkpttoolError:
             return None
 
     @cached_property
     def block_checks(self) -> Mapping[type[BlockCheck], BlockCheck]:
-        """Get the checks of blocks, {class: its check}, after every byte was read and every block was shown to all of
-        them."""
+        """Get the block checks, {class: its instance}, after every block of every tensor was passed to all of them."""
         return self._read_everything[0]
 
     @property
@@ -211,8 +214,8 @@ class Examined:
 
     @cached_property
     def _read_everything(self) -> tuple[dict[type[BlockCheck], BlockCheck], dict[str, str]]:
-        """Read every tensor once; returns ({class: its check, which has seen every block}, {tensor: BLAKE3 hex
-        digest}).
+        """Get ({class of a block check: its instance, which has seen every block}, {tensor: BLAKE3 hex digest}), after
+        reading every tensor once.
 
         Raises:
             Corrupt, SourceChanged: bytes do not match their CRC32, or were written meanwhile.
@@ -233,22 +236,26 @@ class Examined:
         return checks, digests
 
     def copy_with(self, ending: str, *options: str) -> str:
-        """Return the command that writes a copy named PATH-`ending`, in the same layout if ckpttool writes it, with
-        these options."""
-        return copy_command(self.opened, self.request.path, ending, (*self.request.given, *options))
+        """Return the shell command that writes a copy of the checkpoint with further options.
+
+        Args:
+            ending: the copy is named PATH-ENDING.
+            options: options of the command, beside those that say how to read the checkpoint.
+        """
+        return make_copy_command(self.opened, self.request.path, ending, (*self.request.given, *options))
 
 
-def copy_command(
+def make_copy_command(
     opened: OpenCheckpoint, path: str, ending: str, options: tuple[str, ...], *, whole: bool = False
 ) -> str:
-    """Return the command that writes a copy of a checkpoint: in the same layout, or in dcp if ckpttool does not write
-    that.
+    """Return the shell command that writes a copy of a checkpoint: in the same layout, or in dcp if ckpttool does not
+    write the layout.
 
     Args:
-        path: the checkpoint, as it was given.
+        path: the checkpoint, as the user gave it.
         ending: the copy is named PATH-ENDING.
         options: further options of the command.
-        whole: whether to copy components that were not opened, too.
+        whole: whether to also copy the components that were not opened.
     """
     layout = opened.layout
     plain = path.rstrip("/")

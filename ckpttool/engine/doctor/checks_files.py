@@ -15,8 +15,8 @@ __all__ = [
     "NOT_READ",
     "SALVAGED",
     "UNREADABLE",
-    "explain_refusal",
-    "file_finding",
+    "make_file_finding",
+    "make_refusal_finding",
 ]
 
 #: The kinds of damaged files, as findings.
@@ -40,21 +40,21 @@ LOST = define_kind("lost", 300, "how many tensors or values are lost", "what-is-
 NOT_READ = define_kind("not-read", 310, "only a part was looked at", "what-is-whole-and-yet-does-not-load")
 
 
-def file_finding(problem: Problem) -> Finding:
+def make_file_finding(problem: Problem) -> Finding:
     """Convert a problem of a file to a finding."""
     kind = FILE_KINDS[problem.kind]
     return Finding(kind, DAMAGE, problem.file, (), f"{problem.file} {problem.text}", problem.repair)
 
 
-def explain_refusal(e: CkpttoolError) -> Finding:
-    """Convert the error that a checkpoint was refused with to a finding."""
+def make_refusal_finding(e: CkpttoolError) -> Finding:
+    """Convert the error that was raised when the checkpoint was opened to a finding."""
     wrong = e.wrong_bytes if isinstance(e, Corrupt) else None
     return Finding(CHECKSUM if wrong else UNREADABLE, DAMAGE, wrong, (), str(e))
 
 
 @check(UNREADABLE)
-def find_unread_files(at: Examined) -> list[Finding]:
-    """Find damaged files that the layout has left out, unless another finding is about them."""
+def find_damaged_unread_files(at: Examined) -> list[Finding]:
+    """Find damaged files that the layout has left out and that no other finding is about."""
     known = {f.file for f in at.found}
     return [
         Finding(UNREADABLE, DAMAGE, r.name, (), f"{r.name} {r.what}")

@@ -11,9 +11,9 @@ from ... import layouts
 from ...errors import CkpttoolError, argument
 from ...formats import safetensors_header
 from ...huggingface import encodings, model_names
-from ...index.checkpoint import ranks_without_rng_state
+from ...index.checkpoint import find_ranks_without_rng_state
 from ...index.fqns import WRAPPERS
-from ...index.vocabulary import embedding_and_head, vocabulary_of
+from ...index.vocabulary import find_embedding_and_head, find_vocabulary_weights
 from ...options import HUB_LAYOUT
 from ...storage.source import Source
 from ..discover import detection
@@ -54,11 +54,11 @@ _WRAPPER = {
 
 @check(WRAPPER_PREFIX)
 def find_wrapper_prefixes(at: Examined) -> list[Finding]:
-    """Find names that begin with what a wrapper module has put in front, "_orig_mod." or "module."; the plain model
-    refuses them."""
+    """Find weights whose names contain the prefix of a wrapper module, "_orig_mod." or "module."; the plain model
+    refuses such names."""
     names_by_prefix: dict[str, list[str]] = {}
-    for raw, clean in _renamed_weights(at).items():
-        for prefix in dict.fromkeys(_wrapper_parts(raw, clean)):
+    for raw, clean in _find_renamed_weights(at).items():
+        for prefix in dict.fromkeys(_list_wrapper_parts(raw, clean)):
             names_by_prefix.setdefault(prefix, []).append(raw)
     return [
         Finding(
@@ -74,8 +74,9 @@ def find_wrapper_prefixes(at: Examined) -> list[Finding]:
     ]
 
 
-def _renamed_weights(at: Examined) -> Mapping[str, str]:
-    """Return {name in the file: canonical name, "" if it is not known} of weights whose two names differ."""
+def _find_renamed_weights(at: Examined) -> Mapping[str, str]:
+    """Return {name in the file: canonical name} of the weights whose two names differ; "" as the canonical name means
+    that it is unknown."""
     ckpt = at.ckpt
     out = {str(p[-1]): str(q[1]) for q, p in ckpt.origin.items() if q[0] == "model" and len(q) == 2}
     if ckpt.layout == HUB_LAYOUT:
@@ -83,14 +84,14 @@ def _renamed_weights(at: Examined) -> Mapping[str, str]:
         for file in ckpt.files:
             if file.endswith(".safetensors"):
                 try:
-                    out |= {n: "" for n in safetensors_header.slots(at.source, file) if n not in clean}
+                    out |= {n: "" for n in safetensors_header.read_slots(at.source, file) if n not in clean}
                 except CkpttoolError:
                     continue
     return out
 
 
-def _wrapper_parts(raw: str, clean: str) -> list[str]:
-    """List the parts of a name that wrapper modules have put there, such as "_orig_mod".
+def _list_wrapper_parts(raw: str, clean: str) -> list[str]:
+    """List the parts of a weight's name that come from wrapper modules, such as "_orig_mod".
 
     Args:
         raw: the name in the file.
@@ -105,7 +106,7 @@ def _wrapper_parts(raw: str, clean: str) -> list[str]:
 @check(RANDOM_STATES)
 def find_lost_random_states(at: Examined) -> list[Finding]:
     """Find ranks without random states, where others have some."""
-    if not (ranks := ranks_without_rng_state(at.ckpt)):
+    if not (ranks := find_ranks_without_rng_state(at.ckpt)):
         return []
     text = (
         f"{len(ranks):,} rank{'s have' if len(ranks) > 1 else ' has'} no random states that can be read, first rank "
@@ -115,9 +116,9 @@ def find_lost_random_states(at: Examined) -> list[Finding]:
 
 
 @check(ENCODING)
-def find_encodings(at: Examined) -> list[Finding]:
-    """Find weights that are stored as codes with scales (quantised), those of which a part is missing, and a config
-    that says what the weights are not."""
+def find_quantised_weights(at: Examined) -> list[Finding]:
+    """Find quantised weights (codes with scales), quantised weights that are incomplete, and a config.json that says
+    that weights are quantised when none is."""
     config = encodings.read_quantization_config(at.ckpt, at.source if at.opened.folder else None)
     found = encodings.find_in_checkpoint(at.ckpt, config)
     out = [
@@ -146,14 +147,14 @@ def find_encodings(at: Examined) -> list[Finding]:
 
 @check(EMPTY_WEIGHTS)
 def find_empty_weights(at: Examined) -> list[Finding]:
-    """Find weights of shape [0], which `save_pretrained` writes of an engine that shards them: their values are not in
-    this file.
+    """Find weights of shape [0], as `save_pretrained` writes them when an engine shards the model: the file lacks their
+    values.
 
-    A weight may have no elements in a model, so the model of config.json must have some, or nothing but such weights
-    would be left.
+    A model may have weights without elements. So they are reported only if the model of config.json gives them
+    elements, or if most matrices in the file are empty.
     """
     out: list[Finding] = []
-    for file, shapes in _weight_files(at):
+    for file, shapes in _list_weight_files(at):
         empty = [n for n, shape in shapes.items() if shape == (0,)]
         if not empty or not _should_have_elements(at, empty, shapes):
             continue
@@ -163,7 +164,7 @@ def find_empty_weights(at: Examined) -> list[Finding]:
             "not in it"
         )
         repair = None
-        if (engine_folder := next(_engine_folders(at), None)) is not None:
+        if (engine_folder := next(_find_engine_checkpoints(at), None)) is not None:
             folder = at.source.root
             config = ["--config", folder] if at.source.exists("config.json") else []
             target = f"{folder.rstrip('/')}-hf"
@@ -179,27 +180,27 @@ def find_empty_weights(at: Examined) -> list[Finding]:
     return out
 
 
-def _weight_files(at: Examined) -> Iterator[tuple[str | None, dict[str, tuple[int, ...]]]]:
-    """Yield (file, {weight: shape}) of what was read as the model, where the file is None, and then of each safetensors
-    file of the model beside it that was not read."""
+def _list_weight_files(at: Examined) -> Iterator[tuple[str | None, dict[str, tuple[int, ...]]]]:
+    """Yield (file name, {weight: shape}) of the model: first (None, ...) for the weights that were read, then each
+    safetensors file of the model in the folder that was not read."""
     yield None, {n: t.shape for n, t in at.weights.items()}
     if not at.opened.folder or at.source.is_remote:
         return
     for name in at.source.list():
         if name.startswith("model") and name.endswith(".safetensors") and name not in at.ckpt.files:
             try:
-                yield name, {n: slot.shape for n, slot in safetensors_header.slots(at.source, name).items()}
+                yield name, {n: slot.shape for n, slot in safetensors_header.read_slots(at.source, name).items()}
             except CkpttoolError:
                 continue
 
 
 def _should_have_elements(at: Examined, empty: list[str], names: Collection[str]) -> bool:
-    """Decide whether empty weights have elements in the model: by its config.json, or else because most matrices would
-    be empty.
+    """Tell whether empty weights should have elements: by the shapes of the model of config.json, or because most
+    matrices in the file are empty.
 
     Args:
         empty: the names of the weights without elements.
-        names: those of all weights in the file.
+        names: the names of all weights in the file.
     """
     matrices = [n for n in names if n.endswith(".weight")]
     most = 2 * len([n for n in empty if n.endswith(".weight")]) > len(matrices) > 1
@@ -213,15 +214,15 @@ def _should_have_elements(at: Examined, empty: list[str], names: Collection[str]
     return any(0 not in known[n] for n in empty if n in known)
 
 
-def _engine_folders(at: Examined) -> Iterator[str]:
-    """Yield the paths of complete checkpoints of an engine (DeepSpeed, FSDP) in the folder or beside it, the newest
-    first."""
+def _find_engine_checkpoints(at: Examined) -> Iterator[str]:
+    """Yield the paths of complete checkpoints of an engine (DeepSpeed, FSDP) in this folder, then of those in its
+    parent folder; the newest first in each."""
     root = at.source.root
     if at.source.is_remote:
         return
     for folder in (root, os.path.dirname(os.path.abspath(root))):
         with Source(folder) as there:
-            rows = detection.below(there).checkpoints
+            rows = detection.find_checkpoints(there).checkpoints
         for c in reversed(rows):
             path = os.path.join(folder, c.name)
             of_engine = c.complete and not ((layout := layouts.find(c.layout)).is_file or layout.of_weights)
@@ -234,11 +235,11 @@ def _engine_folders(at: Examined) -> Iterator[str]:
 
 @check(TIED_WEIGHTS)
 def find_broken_ties(at: Examined) -> list[Finding]:
-    """Find an embedding and an output layer that config.json ties and that are not equal (in their bytes only where the
-    data is read), or that it does not tie and of which one is missing."""
+    """Find an embedding and an output layer that contradict tie_word_embeddings in config.json: tied but not equal, or
+    not tied and the output layer is missing. Their bytes are compared only if the data is read."""
     config = at.model_config
     tie = None if config is None else config.get("tie_word_embeddings")
-    embedding, head = embedding_and_head(at.weights)
+    embedding, head = find_embedding_and_head(at.weights)
     if config is None or tie is None or embedding is None:
         return []
     if head is None:
@@ -282,13 +283,14 @@ def find_broken_ties(at: Examined) -> list[Finding]:
 
 
 @check(VOCABULARY)
-def find_other_vocabulary_size(at: Examined) -> list[Finding]:
-    """Find embeddings with more or fewer rows than config.json has tokens: padded, or resized without the config."""
+def find_vocabulary_mismatch(at: Examined) -> list[Finding]:
+    """Find embeddings whose number of rows is not the vocab_size of config.json: padded, or resized without changing
+    config.json."""
     config = at.model_config
     size = None if config is None else config.get("vocab_size")
     if type(size) is not int or size < 1:
         return []
-    odd = {n: t.shape[0] for n, t in vocabulary_of(at.ckpt).items() if t.shape[0] != size and t.shape != (0,)}
+    odd = {n: t.shape[0] for n, t in find_vocabulary_weights(at.ckpt).items() if t.shape[0] != size and t.shape != (0,)}
     if not odd:
         return []
     rows = ", ".join(f"{n} has {k:,} rows" for n, k in odd.items())

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...index.checkpoint import Checkpoint, TensorEntry
-from ..copy.averages import EXPONENT, Averages, averages_of, describe_negative
+from ..copy.averages import EXPONENT, Averages, describe_negative_averages, find_nonnegative_state
 from ..copy.dtypes import bits_dtype
 from ..copy.stream import Block
 from ..transform import masters
@@ -46,11 +46,11 @@ class NumbersCheck:
     def __init__(self, ckpt: Checkpoint) -> None:
         self.ckpt = ckpt
         self.seen: dict[str, _SeenNumbers] = {}
-        self.averages = Averages(averages_of(ckpt.tensors))
+        self.averages = Averages(find_nonnegative_state(ckpt.tensors))
 
     def add(self, block: Block) -> None:
-        """Look at a block: count the elements that are NaN or infinite, count those below 0 in averages of squares, and
-        note whether all elements of the tensor so far are one number.
+        """Add a block: count NaN and infinite elements, count negative elements in averages of squares, and record
+        whether all elements of the tensor so far are equal.
 
         Infinity is no fault in a single number outside the training state: Lightning's ModelCheckpoint saves one as its
         `kth_value` until it has compared its first metric (lightning/pytorch/callbacks/model_checkpoint.py, 2.6).
@@ -81,8 +81,8 @@ class NumbersCheck:
             of.constant = bool((bits == bits.dtype.type(of.bits)).all())
 
     def findings(self) -> list[Finding]:
-        """Return what is wrong with the numbers of all blocks: NaN or infinity, averages of squares below 0, and
-        weights that hold one number in every element."""
+        """Return the findings about the numbers of all blocks: NaN or infinity, negative averages of squares, and
+        weights whose elements are all equal."""
         tensors = self.ckpt.tensors
         out = []
         bad = {n: (s.bad, s.first_bad) for n, s in self.seen.items() if s.first_bad is not None}
@@ -91,16 +91,19 @@ class NumbersCheck:
             t = tensors[name]
             text = (
                 f'{len(bad):,} {"tensor holds" if len(bad) == 1 else "tensors hold"} NaN or infinity. "{name}": {n:,} '
-                f"of {t.numel:,} elements, the first {masters.where_element(self.ckpt, t, first)}. Training diverged, "
+                f"of {t.numel:,} elements, the first {masters.describe_element_place(self.ckpt, t, first)}. Training "
+                "diverged, "
                 "or the file is damaged; nothing in the checkpoint says what the numbers were. Take an earlier step"
             )
             out.append(Finding(NAN, DAMAGE, None, tuple(bad), text))
         if below := self.averages.found:
             name, (_, first) = next(iter(below.items()))
-            text = describe_negative(below, tensors, masters.where_element(self.ckpt, tensors[name], first))
+            text = describe_negative_averages(
+                below, tensors, masters.describe_element_place(self.ckpt, tensors[name], first)
+            )
             out.append(Finding(NEGATIVE_MOMENT, DAMAGE, None, tuple(below), text))
         constant = {
-            n: s.bits for n, s in self.seen.items() if s.constant and n not in bad and _is_matrix(n, tensors[n])
+            n: s.bits for n, s in self.seen.items() if s.constant and n not in bad and _is_trained_matrix(n, tensors[n])
         }
         zeros = [n for n, bits in constant.items() if bits == 0]
         others = [n for n, bits in constant.items() if bits]
@@ -115,9 +118,11 @@ class NumbersCheck:
 
 
 @check(MASTERS)
-def find_other_masters(at: Examined) -> list[Finding]:
-    """Find masters (fp32 copies) that do not round to their weights, reading both, or a few places of each where the
-    data is not to be read; `at.request.progress` is called with ("compare", bytes done, bytes in all).
+def find_wrong_masters(at: Examined) -> list[Finding]:
+    """Find fp32 master weights that do not round to their weights. All data is compared if it is to be read, else a few
+    elements of each weight.
+
+    `at.request.progress` is called with ("compare", bytes done, bytes in all) while all data is read.
 
     Raises:
         Corrupt, SourceChanged: bytes are missing or were changed.
@@ -126,12 +131,16 @@ def find_other_masters(at: Examined) -> list[Finding]:
         found = masters.find_differing_masters(at.ckpt, at.source, at.request.progress)
     else:
         found = masters.sample_masters(at.ckpt, at.source) if at.source.patched is None else {}
-    return [Finding(MASTERS, DAMAGE, None, tuple(found), masters.describe_differences(at.ckpt, found))] if found else []
+    return (
+        [Finding(MASTERS, DAMAGE, None, tuple(found), masters.describe_differing_masters(at.ckpt, found))]
+        if found
+        else []
+    )
 
 
-def _is_matrix(name: str, t: TensorEntry) -> bool:
-    """Tell whether a tensor is a weight that training makes different everywhere: no bias, no norm, no buffer of one
-    number, no lora_B, which begins with zeros."""
+def _is_trained_matrix(name: str, t: TensorEntry) -> bool:
+    """Tell whether a tensor is a weight matrix whose elements differ after training: no bias, norm, small buffer or
+    lora_B (which starts as zeros)."""
     return (
         t.component == "model"
         and len(t.shape) > 1

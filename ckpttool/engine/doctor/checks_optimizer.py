@@ -11,12 +11,12 @@ from ... import layouts
 from ...bounded_json import parse
 from ...errors import CkpttoolError, Corrupt
 from ...formats.stored_tensors import decode_number
-from ...index.checkpoint import Checkpoint, joined, orphaned_optimizer_state
+from ...index.checkpoint import Checkpoint, find_orphaned_optimizer_state, joined
 from ...index.names import step_count
-from ...index.optimizers import describe_lost_slots, find_per_rank_slots
-from ...index.param_groups import describe_group_differences, names_by_group
+from ...index.optimizers import describe_lost_slots, find_lost_slots
+from ...index.param_groups import describe_group_differences, list_names_by_group
 from .. import mixups
-from ..copy.stream import small
+from ..copy.stream import read_small_tensors
 from ..opening import OpenOptions, open_checkpoint
 from .checks import Examined, check
 from .findings import DAMAGE, MISMATCH, NOTE, Finding, define_kind
@@ -45,7 +45,7 @@ _IN_NAME = re.compile(r"(checkpoint|global_step|step)s?[-_=]?(\d{1,15})", re.IGN
 @check(ORPHANED_STATE, needs_whole=True)
 def find_orphaned_state(at: Examined) -> list[Finding]:
     """Find optimizer state for parameters that the model does not have: weights and optimizer may be of two runs."""
-    odd = orphaned_optimizer_state(at.ckpt)
+    odd = find_orphaned_optimizer_state(at.ckpt)
     if not odd:
         return []
     text = (
@@ -57,8 +57,8 @@ def find_orphaned_state(at: Examined) -> list[Finding]:
 
 @check(PARAM_GROUPS)
 def compare_param_groups(at: Examined) -> list[Finding]:
-    """Find what in the param groups stops the job that wrote the checkpoint `at.request.like` from loading this one;
-    nothing where that is None.
+    """Find differences in the param groups that stop the job which wrote the checkpoint `at.request.like` from loading
+    this one; returns [] where `like` is None.
 
     Raises:
         CkpttoolError: that checkpoint cannot be opened.
@@ -67,13 +67,13 @@ def compare_param_groups(at: Examined) -> list[Finding]:
         return []
     with open_checkpoint(at.request.like, OpenOptions(allow_equal_ranks=True, allow_mixed_steps=True)) as opened:
         other = opened.checkpoint
-        here, there = names_by_group(at.ckpt), names_by_group(other)
+        here, there = list_names_by_group(at.ckpt), list_names_by_group(other)
         if here is None or there is None:
             which = at.request.path if here is None else at.request.like
             text = f"the param groups cannot be compared: {which} has none that list names of parameters"
             return [Finding(PARAM_GROUPS, NOTE, None, (), text)]
         texts = describe_group_differences(here, there)
-        with_state, with_state_there = _parameters_with_state(at.ckpt), _parameters_with_state(other)
+        with_state, with_state_there = _list_parameters_with_state(at.ckpt), _list_parameters_with_state(other)
     names = [n for group in here for n in group]
     if with_state and (lost := [n for n in names if n not in with_state and n in with_state_there]):
         texts.append(f"{len(lost):,} parameters have no optimizer state here, but have some there, first {lost[0]}")
@@ -84,15 +84,15 @@ def compare_param_groups(at: Examined) -> list[Finding]:
     return [Finding(PARAM_GROUPS, MISMATCH, None, (), text, repair if here != there else None) for text in texts]
 
 
-def _parameters_with_state(ckpt: Checkpoint) -> set[str]:
-    """Return the FQNs of parameters that have tensors in the optimizer's state."""
+def _list_parameters_with_state(ckpt: Checkpoint) -> set[str]:
+    """Return the FQNs of the parameters that have tensors in the optimizer state."""
     return {t.parameter for t in ckpt.tensors.values() if t.slot is not None}
 
 
 @check(PER_RANK_STATE)
 def find_per_rank_state(at: Examined) -> list[Finding]:
-    """Find state of the optimizer that each rank had for itself and of which DCP has kept one rank's."""
-    found = find_per_rank_slots(at.ckpt)
+    """Find optimizer state that each rank had for itself, while DCP kept that of one rank only."""
+    found = find_lost_slots(at.ckpt)
     if not found:
         return []
     ckpt = at.ckpt
@@ -106,9 +106,8 @@ def find_per_rank_state(at: Examined) -> list[Finding]:
 
 
 @check(MIXED_STEPS)
-def find_ranks_of_other_steps(at: Examined) -> list[Finding]:
-    """Find out whether some ranks' files are of another step than the others, with the files of the step that most are
-    of."""
+def find_mixed_steps(at: Examined) -> list[Finding]:
+    """Find rank files that are of different steps; the finding lists the files of the step that most files are of."""
     try:
         mixups.refuse_mixed_steps(at.ckpt, at.source)
     except Corrupt as e:
@@ -127,13 +126,12 @@ def find_ranks_of_other_steps(at: Examined) -> list[Finding]:
 
 
 @check(OTHER_WEIGHTS, OWN_COPIES)
-def find_other_copies(at: Examined) -> list[Finding]:
-    """Find weights of which ranks should have equal copies and do not, and buffers or values of which each rank has its
-    own."""
+def find_differing_copies(at: Examined) -> list[Finding]:
+    """Find weights that should be equal on all ranks and are not, and buffers or values that differ between ranks."""
     out = []
-    if weights := mixups.find_other_weights(at.ckpt):
+    if weights := mixups.find_diverged_replicas(at.ckpt):
         names = tuple(dict.fromkeys(o.name for o in weights))
-        out.append(Finding(OTHER_WEIGHTS, DAMAGE, None, names, mixups.explain_other_weights(at.ckpt, weights)))
+        out.append(Finding(OTHER_WEIGHTS, DAMAGE, None, names, mixups.explain_diverged_replicas(at.ckpt, weights)))
     if own := [o for o in at.ckpt.others if o not in set(weights)]:
         names = tuple(dict.fromkeys(o.name for o in own))
         text = (
@@ -145,7 +143,7 @@ def find_other_copies(at: Examined) -> list[Finding]:
 
 
 def read_optimizer_steps(at: Examined) -> dict[str, float]:
-    """Return {tensor or value: step} of the steps that the optimizer keeps for its parameters; at most `_MOST_STEPS`
+    """Return {name of a tensor or value: step} of the "step" entries of the optimizer state. At most `_MOST_STEPS`
     tensors are read."""
     ckpt = at.ckpt
     names = [n for n, t in ckpt.tensors.items() if t.is_optimizer_state and t.path[-1] == "step" and t.numel == 1][
@@ -154,7 +152,9 @@ def read_optimizer_steps(at: Examined) -> dict[str, float]:
     at.source.prefetch(
         (ckpt.files[ckpt.tensors[n].chunks.file[0]], *ckpt.tensors[n].chunks[0].extent[1:]) for n in names
     )
-    found = {n: decode_number(ckpt.tensors[n].dtype, data) for n, data in small(ckpt, at.source, names).items()}
+    found = {
+        n: decode_number(ckpt.tensors[n].dtype, data) for n, data in read_small_tensors(ckpt, at.source, names).items()
+    }
     out: dict[str, float | int] = {n: step for n, step in found.items() if step is not None}
     for v in ckpt.values.values():
         if v.is_optimizer_state and v.path[-1] == "step" and type(v.data) in (int, float):
@@ -172,7 +172,7 @@ def compare_recorded_steps(at: Examined) -> list[Finding]:
         counter, what = state, "trainer_state.json"
     steps = read_optimizer_steps(at)
     optimizer = int(max(steps.values())) if steps else None
-    tag = _folder_step(at)
+    tag = _find_folder_step(at)
     rows = [("the name of the folder", tag), (what, counter), ("the optimizer", optimizer)]
     known = [(name, step) for name, step in rows if step is not None]
     if len(known) < 2 or counter is None:
@@ -205,11 +205,11 @@ def read_trainer_state_step(at: Examined) -> int | None:
     return step if type(step) is int else None
 
 
-def _folder_step(at: Examined) -> int | None:
-    """Return the step in the name of the folder, where the program that wrote the checkpoint has named it: Trainer's
+def _find_folder_step(at: Examined) -> int | None:
+    """Return the step in the name of the folder, if it has the form that the checkpoint's program uses: Trainer's
     checkpoint-N, DeepSpeed's global_stepN, torchtitan's step-N. None for other programs and names."""
     ckpt = at.ckpt
-    of_tree, layout = layouts.with_tree_of(ckpt.trainer), at.opened.layout
+    of_tree, layout = layouts.find_by_trainer(ckpt.trainer), at.opened.layout
     word = (layout if of_tree is None else of_tree).program.step_word
     name = os.path.basename(os.path.abspath(at.source.root))
     if at.opened.folder and at.source.exists("trainer_state.json"):

@@ -25,8 +25,8 @@ from ..discover import detection
 from ..discover.unread_files import human
 from ..opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_checkpoint, show_path
 from ..verification import summarise_salvage
-from .checks import Examined, Request, copy_command, run_checks
-from .checks_files import LOST, MISSING, NOT_READ, SALVAGED, UNREADABLE, explain_refusal, file_finding
+from .checks import Examined, Request, make_copy_command, run_checks
+from .checks_files import LOST, MISSING, NOT_READ, SALVAGED, UNREADABLE, make_file_finding, make_refusal_finding
 from .findings import DAMAGE, MISMATCH, NOTE, Finding
 
 __all__ = ["Diagnosis", "Finding", "doctor"]
@@ -59,11 +59,12 @@ class Diagnosis(Shown):
     fits: bool | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return the fields as plain data for JSON."""
         return asdict(self)
 
     def lines(self, verbose: bool = False) -> Iterator[str]:
-        """Yield what was found, and the first names of what is lost; with `verbose` all of them."""
+        """Yield the lines of the report: the state, the findings, the first `_SHOWN` lost tensors or values (all with
+        `verbose`), and the next commands."""
         state = "sound" if self.sound else "damaged"
         if self.sound and self.fits is False:
             state = f"sound, but it does not fit {argument('like')}"
@@ -102,7 +103,8 @@ def doctor(
         like: a checkpoint of the job that refuses to load this one; its param groups are compared with those here. It
             also says what this one does not about its parameters, as in `open`, where nothing else does.
         progress: called with ("read", bytes done, bytes in all), and before with "prove" if tensors have no names until
-            they are read. (the others): as `open`.
+            they are read.
+        (the others): as `open`.
 
     Raises:
         NotRecognised: there is nothing, or nothing that looks like a checkpoint. Damage is a finding, not an error.
@@ -114,25 +116,25 @@ def doctor(
     where = path if isinstance(path, layouts.Place) else layouts.place(path)
     with where.source:
         found = salvage.find_problems(where)
-    out.findings += [file_finding(problem) for problem in found]
-    like = reading.pop("like", None)  # where nothing else helps, `_read_with_less` reads with it
+    out.findings += [make_file_finding(problem) for problem in found]
+    like = reading.pop("like", None)  # where nothing else helps, `_examine_readable_part` reads with it
     usual = OpenOptions(allow_mixed_steps=True, **reading)
     request = Request(
-        name, read_data, usual.config, None if like is None else os.fspath(like), progress, _reading_options(usual)
+        name, read_data, usual.config, None if like is None else os.fspath(like), progress, _list_reading_options(usual)
     )
     # the checks need a checkpoint that opens: as it is, with less of it, or what can be salvaged
     refused: CkpttoolError | None = None
     try:
         with reporting(progress), open_checkpoint(path, usual, check_hints=False) as opened:
-            _examine(opened, out, request)
+            _run_checks_on(opened, out, request)
     except (UsageError, RemoteError):
         raise
     except CkpttoolError as e:
         refused = e
     if isinstance(refused, Unsupported) and not out.findings:
-        _read_with_less(path, usual, out, refused, request)
+        _examine_readable_part(path, usual, out, refused, request)
     elif refused is not None:
-        _salvage_what_is_whole(path, replace(usual, salvage=True), out, refused, request)
+        _examine_salvageable_part(path, replace(usual, salvage=True), out, refused, request)
     out.findings = list(dict.fromkeys(out.findings))  # what was looked at twice
     out.sound = not any(f.severity == DAMAGE for f in out.findings)
     out.fits = None if like is None else not any(f.severity == MISMATCH for f in out.findings)
@@ -140,9 +142,8 @@ def doctor(
     return out
 
 
-def _reading_options(options: OpenOptions) -> tuple[str, ...]:
-    """Return the options and arguments of the command line that say how to read a checkpoint: ("--config", "FOLDER",
-    ...)."""
+def _list_reading_options(options: OpenOptions) -> tuple[str, ...]:
+    """Return the command-line words that say how to read a checkpoint: ("--config", "FOLDER", ...)."""
     flags = {
         "--from": options.source_layout,
         "--config": options.config,
@@ -153,8 +154,8 @@ def _reading_options(options: OpenOptions) -> tuple[str, ...]:
     return tuple(os.fspath(word) for flag, value in flags.items() if value is not None for word in (flag, value))
 
 
-def _examine(opened: OpenCheckpoint, out: Diagnosis, request: Request) -> None:
-    """Run the checks on a checkpoint that opens; put its counts and what they find into `out`."""
+def _run_checks_on(opened: OpenCheckpoint, out: Diagnosis, request: Request) -> None:
+    """Run the checks on an opened checkpoint, and put its counts and the findings into `out`."""
     ckpt = opened.locate()
     out.layout, out.exact, out.exact_bytes = ckpt.layout, len(ckpt.tensors), ckpt.nbytes
     if opened.source.patched is None and (before := summarise_salvage(opened)) is not None:
@@ -168,25 +169,26 @@ def _examine(opened: OpenCheckpoint, out: Diagnosis, request: Request) -> None:
     run_checks(Examined(opened, request, out.findings))
 
 
-def _read_with_less(
+def _examine_readable_part(
     path: CheckpointPath, options: OpenOptions, out: Diagnosis, refused: Unsupported, request: Request
 ) -> None:
-    """Fill in `out` with what can be seen of a checkpoint that is not damaged but cannot be read as it is: with the
-    help of `like`, the weights alone, or the safetensors files that a folder has beside another layout.
+    """Examine a part of a checkpoint that is not damaged but cannot be read as it is, and put the result into `out`.
+
+    Three ways are tried: with the help of `like`, the weights alone, and only the safetensors files of the folder.
 
     Args:
-        options: how it was tried to open.
-        refused: the error of that.
+        options: the options with which opening failed.
+        refused: the error that opening raised.
 
     Raises:
-        Unsupported: `refused`, where not even those can be read.
+        Unsupported: `refused`, where none of these ways works.
     """
     ways = [replace(options, like=request.like)] if request.like is not None else []
     by_itself = [replace(options, source_layout=HUB_LAYOUT)] if options.source_layout is None else []
     for way in (*ways, replace(options, only=("model",)), *by_itself):
         try:
             with open_checkpoint(path, way, check_hints=False) as opened:
-                _examine(opened, out, request)
+                _run_checks_on(opened, out, request)
         except CkpttoolError:
             continue
         if way.source_layout != options.source_layout:
@@ -199,15 +201,15 @@ def _read_with_less(
     raise refused
 
 
-def _salvage_what_is_whole(
+def _examine_salvageable_part(
     path: CheckpointPath,
     options: OpenOptions,
     out: Diagnosis,
     refused: CkpttoolError,
     request: Request,
 ) -> None:
-    """Fill in `out` with what can be salvaged of a checkpoint that does not open: all that is whole, or the weights
-    alone.
+    """Examine what can be salvaged of a checkpoint that does not open, all complete tensors or else the weights alone,
+    and put the result and the commands that salvage it into `out`.
 
     Args:
         options: how to open it, with `salvage`.
@@ -220,14 +222,14 @@ def _salvage_what_is_whole(
     if not out.findings:
         if isinstance(refused, NotRecognised):
             raise refused
-        out.findings.append(explain_refusal(refused))
+        out.findings.append(make_refusal_finding(refused))
     # open what is whole, or the weights of it alone
     why: list[str] = []
     opened: OpenCheckpoint | None = None
     for only in (None, ("model",)):
         try:
             with open_checkpoint(path, replace(options, only=only), check_hints=False) as found:
-                _examine(found, out, request)
+                _run_checks_on(found, out, request)
             opened = found
             break
         except RemoteError:
@@ -259,15 +261,15 @@ def _salvage_what_is_whole(
         out.findings.append(Finding(LOST, DAMAGE, None, tuple(left.missing), text))
     # name the commands that write what is left
     options_given = (*request.given, "--salvage")
-    out.next = [copy_command(opened, request.path, "salvaged", options_given)]
+    out.next = [make_copy_command(opened, request.path, "salvaged", options_given)]
     if left.missing and (other := _find_other_step(opened)) is not None:
         filling = (*options_given, "--fill-from", other)
-        out.next.append(copy_command(opened, request.path, "filled", filling, whole=True))
+        out.next.append(make_copy_command(opened, request.path, "filled", filling, whole=True))
 
 
 def _find_other_step(opened: OpenCheckpoint) -> str | None:
-    """Find the newest complete checkpoint beside this one whose name differs in numbers alone, another step of the run,
-    and return its path; None where there is none."""
+    """Return the path of the newest complete checkpoint in the parent folder whose name differs only in numbers, i.e.
+    another step of the run; None where there is none."""
     if opened.source.is_remote or not opened.folder:
         return None
     parent, name = os.path.split(os.path.abspath(opened.source.root))
@@ -275,6 +277,6 @@ def _find_other_step(opened: OpenCheckpoint) -> str | None:
     if alike == name:
         return None
     with Source(parent) as above:
-        rows = detection.below(above).checkpoints
+        rows = detection.find_checkpoints(above).checkpoints
     names = [c.name for c in rows if c.complete and c.name != name and re.sub(r"\d+", "#", c.name) == alike]
     return os.path.join(parent, names[-1]) if names else None

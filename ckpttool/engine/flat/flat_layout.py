@@ -27,8 +27,8 @@ ckpttool writes it next to the per-rank files:
 `optimizer` lists what its param groups hold, by the keys that LOCAL_STATE_DICT uses, or by FQN.
 
 Without such a file the same follows from the names and shapes of the model in order, and from the wrapped modules:
-`assign_to_modules`, `lay_out`, `find_fitting_layout`. Wrapped modules are named by patterns, `match_modules`, or found
-as `find_blocks`.
+`assign_params_to_modules`, `lay_out_flat_parameter`, `find_fitting_layout`. Wrapped modules are named by patterns,
+`match_modules`, or found as `find_block_patterns`.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ __all__ = [
     "Flat",
     "FlatLayout",
     "FlatPart",
-    "assign_to_modules",
+    "assign_params_to_modules",
+    "cut_part_into_boxes",
     "describe_modules",
-    "find_blocks",
+    "find_block_patterns",
     "find_fitting_layout",
+    "find_rank_slice",
     "flat_key",
-    "lay_out",
+    "lay_out_flat_parameter",
+    "list_module_paths",
+    "list_possible_alignments",
     "match_modules",
-    "module_paths",
-    "parse_json",
-    "pieces_of",
-    "possible_alignments",
+    "parse_layout_json",
     "read_layout_file",
     "refuse_sorted_names",
-    "slice_of",
     "to_json",
 ]
 
@@ -127,11 +127,12 @@ class FlatLayout(NamedTuple):
     copies: tuple[tuple[str, str], ...] = ()
 
 
-def trained_parameters(layout: FlatLayout, listed: Iterable[str]) -> list[str]:
-    """List the FQNs of the parameters that a param group trains, in the order of the model.
+def list_trained_parameters(layout: FlatLayout, listed: Iterable[str]) -> list[str]:
+    """List the FQNs of the parameters that a param group trains, in the order of the model; parameters in
+    `layout.copies` are left out.
 
     Args:
-        listed: what the group lists: keys of flat parameters, or FQNs with use_orig_params.
+        listed: what the param group lists: keys of flat parameters, or FQNs with use_orig_params.
     """
     parts = {f.key: [p.name for p in f.parts] for f in layout.flats}
     copies = dict(layout.copies)
@@ -141,32 +142,34 @@ def trained_parameters(layout: FlatLayout, listed: Iterable[str]) -> list[str]:
 
 
 def flat_key(module: str) -> str:
-    """Return the name of the flat parameter of a module: flat_key("model.layers.0") == "model.layers.0._flat_param";
-    the root's is "_flat_param"."""
+    """Return the name of a module's flat parameter: flat_key("model.layers.0") == "model.layers.0._flat_param"; the
+    root module's is "_flat_param"."""
     return f"{module}.{FLAT}" if module else FLAT
 
 
-def slice_of(numel: int, shards: int, rank: int) -> tuple[int, int]:
-    """Return (first, stop) of the elements of a flat parameter that a rank holds, without the padding of the last ones.
+def find_rank_slice(numel: int, shards: int, rank: int) -> tuple[int, int]:
+    """Return (first, stop) of the elements of a flat parameter that a rank holds, without the padding at the end.
 
     [slice_of(10, 4, r) for r in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 10)]
 
     Args:
-        numel: elements of the flat parameter.
-        shards: ranks that hold a slice of it.
+        numel: number of elements of the flat parameter.
+        shards: number of ranks that hold a slice of it.
     """
     step = -(-numel // shards)
     return min(rank * step, numel), min((rank + 1) * step, numel)
 
 
-def possible_alignments(dtype: str) -> tuple[int, ...]:
-    """List the alignments of parameters, in elements, that FSDP1 may have used with use_orig_params, the likeliest
-    first. A forward pass in lower precision than the parameters doubles the usual one."""
+def list_possible_alignments(dtype: str) -> tuple[int, ...]:
+    """List the parameter alignments, in elements, that FSDP1 may have used with use_orig_params, the likeliest first.
+
+    A forward pass in lower precision than the parameters' doubles the usual alignment.
+    """
     own = 16 // ITEMSIZE[dtype]
     return tuple(dict.fromkeys((own, 8, 16, 4, 2)))
 
 
-def lay_out(
+def lay_out_flat_parameter(
     module: str,
     params: Iterable[tuple[str, Shape]],
     align: int = 0,
@@ -174,16 +177,18 @@ def lay_out(
     dtype: str | None = None,
     shared: Iterable[tuple[str, str]] = (),
 ) -> Flat:
-    """Lay out the flat parameter of a wrapped module.
+    """Compute where each parameter of a wrapped module lies in the module's flat parameter.
 
-    lay_out("", [("a", (3,)), ("b", (4,))], align=4, shards=3) begins a at 0, b at 4, and has 9 elements.
+    lay_out("", [("a", (3,)), ("b", (4,))], align=4, shards=3) places a at element 0 and b at element 4, and has 9
+    elements.
 
     Args:
+        module: path of the wrapped module, "" for the root.
         params: (FQN, shape) of its parameters, in order.
-        align: elements to a multiple of which each parameter is aligned; 0 for use_orig_params=False.
-        shards: ranks that hold a slice of it.
-        dtype: torch's name of its dtype; None where not known.
-        shared: (second name of a parameter, its first).
+        align: each parameter begins at a multiple of this many elements; 0 for use_orig_params=False.
+        shards: number of ranks that hold a slice of it.
+        dtype: torch's name of its dtype; None if unknown.
+        shared: (second name of a tied parameter, its first name).
     """
     at, parts = 0, []
     for name, shape in params:
@@ -196,11 +201,12 @@ def lay_out(
     return Flat(module, tuple(parts), at, dtype, tuple(shared))
 
 
-def pieces_of(part: FlatPart, a: int, b: int) -> Iterator[tuple[Shape, Shape, Shape | None, int]]:
-    """Yield what elements [a, b) of a flat parameter hold of one parameter in it: (start, shape, strides, first element
-    in the flat parameter).
+def cut_part_into_boxes(part: FlatPart, a: int, b: int) -> Iterator[tuple[Shape, Shape, Shape | None, int]]:
+    """Yield the pieces of one parameter that lie in elements [a, b) of its flat parameter: (start, shape, strides,
+    first element in the flat parameter).
 
-    Every piece is contiguous in the flat parameter; strides are None where it is row-major.
+    Start and shape are a box of the parameter. Every piece is contiguous in the flat parameter; strides are those of
+    the box, None where it is row-major.
     """
     a, b = max(a, part.first) - part.first, min(b, part.first + part.numel) - part.first
     if a >= b:
@@ -209,7 +215,7 @@ def pieces_of(part: FlatPart, a: int, b: int) -> Iterator[tuple[Shape, Shape, Sh
         for start, size in boxes.flat_to_boxes(part.shape, a, b):
             yield start, size, None, part.first + boxes.flat_start(part.shape, start)
         return
-    order = storage_order(part.shape, part.strides)
+    order = order_dimensions(part.shape, part.strides)
     stored = [part.shape[d] for d in order]
     for start, size in boxes.flat_to_boxes(stored, a, b):
         back = [order.index(d) for d in range(len(order))]
@@ -222,12 +228,12 @@ def pieces_of(part: FlatPart, a: int, b: int) -> Iterator[tuple[Shape, Shape, Sh
         )
 
 
-def storage_order(shape: Sequence[int], steps: Sequence[int]) -> list[int]:
-    """Order the dimensions of a tensor from the outermost in memory to the innermost; `steps` are its strides, in
-    elements.
+def order_dimensions(shape: Sequence[int], steps: Sequence[int]) -> list[int]:
+    """Return the dimensions of a tensor, ordered from the outermost in memory to the innermost; `steps` are its
+    strides, in elements.
 
     Raises:
-        ValueError: the elements do not fill their storage, so that a flat parameter cannot hold them.
+        ValueError: the elements have gaps or overlaps in their storage, so that a flat parameter cannot hold them.
     """
     order = sorted(range(len(shape)), key=lambda d: (-steps[d], -shape[d], d))
     if not boxes.is_row_major([shape[d] for d in order], [steps[d] for d in order]):
@@ -238,8 +244,12 @@ def storage_order(shape: Sequence[int], steps: Sequence[int]) -> list[int]:
 # ------------------------------------------------------------------------------------------------- wrapped modules
 
 
-def module_paths(names: Iterable[str]) -> list[str]:
-    """List the paths of all modules that hold a parameter, the root "" first, in the order of the model."""
+def list_module_paths(names: Iterable[str]) -> list[str]:
+    """List the paths of all modules that contain a parameter, the root "" first, in the order of the model.
+
+    Args:
+        names: FQNs of the parameters.
+    """
     out: dict[str, None] = {"": None}
     for name in names:
         path = name.split(".")
@@ -249,8 +259,8 @@ def module_paths(names: Iterable[str]) -> list[str]:
 
 
 def match_modules(paths: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    """List those of `paths` that a pattern matches: `*` is one component of a path, `**` any number of them, none
-    included.
+    """List the paths that match at least one pattern. `*` matches one component of a path, `**` any number of
+    components, including none.
 
     match_modules(["layers.0", "model.layers.0", "model.layers.0.mlp"], ["**.layers.*"]) gives the first two.
     """
@@ -267,9 +277,11 @@ def match_modules(paths: Iterable[str], patterns: Iterable[str]) -> list[str]:
     return [p for p in paths if p and any(fits(p.split("."), rule) for rule in rules)]
 
 
-def find_blocks(names: Iterable[str]) -> list[str]:
-    """Find patterns of the repeated blocks of a model, such as "model.layers.*", by the names of its parameters:
-    modules in a numbered list, the outermost, of which there are at least two and that hold modules of their own."""
+def find_block_patterns(names: Iterable[str]) -> list[str]:
+    """Return patterns of the repeated blocks of a model, such as "model.layers.*", from the names of its parameters.
+
+    Blocks are the items of the outermost numbered module lists that have at least two items and items with submodules.
+    """
     lists: dict[str, dict[str, bool]] = {}
     for name in names:
         path = name.split(".")
@@ -280,10 +292,16 @@ def find_blocks(names: Iterable[str]) -> list[str]:
     return [f"{prefix}.*" for prefix, inner in lists.items() if len(inner) > 1 and any(inner.values())]
 
 
-def assign_to_modules(names: Iterable[str], modules: Iterable[str]) -> dict[str, list[str]]:
-    """Assign the names of parameters to wrapped modules: {module: names that lie in its flat parameter}, in the order
-    of `model.parameters()`. The root is always wrapped. Modules that hold no parameter of their own have no flat
-    parameter and are left out."""
+def assign_params_to_modules(names: Iterable[str], modules: Iterable[str]) -> dict[str, list[str]]:
+    """Assign parameters to wrapped modules and return {module: names of the parameters in its flat parameter}, in the
+    order of `model.parameters()`.
+
+    The root is always wrapped. Modules without parameters of their own have no flat parameter and are left out.
+
+    Args:
+        names: FQNs of the parameters, in the order of the model.
+        modules: paths of the wrapped modules.
+    """
     wrapped = {"", *modules}
     names = list(names)
     place: dict[str, None] = {}  # modules in the order in which a walk from the root meets them
@@ -307,22 +325,23 @@ def find_fitting_layout(
     tied: Mapping[str, str] | None = None,
     doubtful: Iterable[str] = (),
 ) -> Flat | None:
-    """Find the flat parameter of a module that agrees with what is known of it; None where none does.
+    """Find the layout of a module's flat parameter that agrees with what is known about it; None where none does.
 
-    Tried in this order: what is known to be tied stored once; nothing tied; then as few as possible of the later names
-    of equal shape (outside of lists of layers), and of the `doubtful` ones, left out.
+    Tried in this order: parameters that are known to be tied stored once; nothing tied; then as few parameters as
+    possible left out as tied, among the later ones of equal shape (outside of lists of layers) and the `doubtful` ones.
 
     Args:
+        module: path of the wrapped module, "" for the root.
         params: (FQN, shape) of its parameters, in the order of the model.
-        fits: decides whether a flat parameter agrees.
+        fits: tells whether a layout agrees.
         aligns: alignments to try, in elements; 0 is use_orig_params=False.
-        shards: ranks that hold a slice of it.
-        dtype: torch's name of its dtype; None where not known.
-        tied: {name: the one it is tied to} that is known.
+        shards: number of ranks that hold a slice of it.
+        dtype: torch's name of its dtype; None if unknown.
+        tied: {name: the name it is known to be tied to}.
         doubtful: names that may be tied.
 
     Raises:
-        Unsupported: two different ones agree.
+        Unsupported: two different layouts agree.
     """
     shapes = dict(params)
     known = {n: o for n, o in (tied or {}).items() if n in shapes and o in shapes}
@@ -381,13 +400,14 @@ def _lay_out_without(
     dtype: str | None,
     lookalikes: Mapping[str, str],
 ) -> Flat:
-    """Lay out a flat parameter without the names in `left_out`.
+    """Lay out a flat parameter without the parameters in `left_out`; those of them that are in `lookalikes` become its
+    shared (tied) names.
 
     Args:
-        lookalikes: {name: the one that it is tied to, if it is left out}.
+        lookalikes: {name: the name that it is tied to, if it is left out}.
     """
     gone = set(left_out)
-    return lay_out(
+    return lay_out_flat_parameter(
         module,
         [(n, s) for n, s in params if n not in gone],
         align,
@@ -401,7 +421,7 @@ def _lay_out_without(
 
 
 def to_json(layout: FlatLayout) -> dict[str, Any]:
-    """Convert a layout to the JSON object that `parse_json` reads, as plain data."""
+    """Convert a layout to the JSON object that `parse_layout_json` reads, as plain data."""
     flats = []
     for f in layout.flats:
         parts = []
@@ -429,18 +449,19 @@ def to_json(layout: FlatLayout) -> dict[str, Any]:
     return out
 
 
-def parse_json(data: bytes, what: str) -> FlatLayout:
-    """Parse the layout that a JSON file holds, and prove it sound: parts inside, in order, not overlapping.
+def parse_layout_json(data: bytes, what: str) -> FlatLayout:
+    """Parse the JSON of a flat layout, and check that parameters lie inside their flat parameter, in order, without
+    overlap.
 
     Args:
         data: the content of the file.
         what: names the file in errors.
 
     Raises:
-        Corrupt: it is not such a file, or its numbers contradict each other.
+        Corrupt: it is no flat layout, or its numbers contradict each other.
     """
     try:
-        return _parse_layout(parse(data, what), what)
+        return _convert_layout(parse(data, what), what)
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise Corrupt(
             f"{what} is not a flat layout of FSDP1 ({type(e).__name__}: {e}). It is written inside the job: "
@@ -449,11 +470,11 @@ def parse_json(data: bytes, what: str) -> FlatLayout:
         ) from None
 
 
-def _parse_layout(tree: Any, what: str) -> FlatLayout:
-    """Convert the object of a JSON file to a layout; `what` names the file in errors.
+def _convert_layout(tree: Any, what: str) -> FlatLayout:
+    """Convert the parsed JSON object of a flat layout; `what` names the file in errors.
 
     Raises:
-        Corrupt: its numbers contradict each other, or it is another format.
+        Corrupt: its numbers contradict each other, or it has another format.
         KeyError, TypeError, ValueError, AttributeError: a key is missing or has another type.
     """
     if tree["format"] != _FORMAT or tree["version"] != FLAT_LAYOUT_VERSION:
@@ -466,7 +487,7 @@ def _parse_layout(tree: Any, what: str) -> FlatLayout:
     if type(uop) is not bool or shards < 1:
         raise ValueError("use_orig_params or shards")
     seen: set[str] = set()
-    flats = [_parse_flat(f, seen, what) for f in tree["flat_params"]]
+    flats = [_convert_flat(f, seen, what) for f in tree["flat_params"]]
     if len({f.module for f in flats}) != len(flats):
         raise Corrupt(f"{what}: two flat parameters of one module.", code="CKPT0406")
     names, groups = tree.get("names"), tree.get("optimizer")
@@ -480,12 +501,16 @@ def _parse_layout(tree: Any, what: str) -> FlatLayout:
     )
 
 
-def _parse_flat(f: Any, seen: set[str], what: str) -> Flat:
-    """Convert the JSON object of one flat parameter. Its parameters may not be among `seen`, the names of others, and
-    are added to them; `what` names the file in errors.
+def _convert_flat(f: Any, seen: set[str], what: str) -> Flat:
+    """Convert the JSON object of one flat parameter.
+
+    Args:
+        f: the JSON object.
+        seen: names of the parameters in the flat parameters before it; its own names are added.
+        what: names the file in errors.
 
     Raises:
-        Corrupt: its parameters overlap, or do not fit.
+        Corrupt: its parameters overlap, do not fit, or are among `seen`.
         KeyError, TypeError, ValueError, AttributeError: a key is missing or has another type.
     """
     parts, end = [], 0
@@ -493,7 +518,7 @@ def _parse_flat(f: Any, seen: set[str], what: str) -> Flat:
         steps = tuple(map(_parse_size, p["strides"])) if "strides" in p else None
         part = FlatPart(_parse_name(p["name"]), tuple(map(_parse_size, p["shape"])), _parse_size(p["first"]), steps)
         if part.strides is not None:
-            storage_order(part.shape, part.strides)
+            order_dimensions(part.shape, part.strides)
         if part.first < end or part.name in seen:
             raise Corrupt(
                 f'{what}: "{part.name}" overlaps the parameter before it, or is there twice.', code="CKPT0406"
@@ -537,18 +562,19 @@ def read_layout_file(path: str) -> FlatLayout:
     if not os.path.isfile(path):
         raise Unsupported(f"{argument('flat_layout', path)}: no such file.", code="CKPT0302")
     with Source(os.path.dirname(os.path.abspath(path))) as there:
-        return parse_json(there.read_all(os.path.basename(path), 256 << 20), path)
+        return parse_layout_json(there.read_all(os.path.basename(path), 256 << 20), path)
 
 
 def refuse_sorted_names(names: list[str], where: str) -> None:
-    """Refuse names that safetensors has sorted: it sorts tensors by name, which is not the order in which FSDP1
-    flattens them.
+    """Raise an error if names are sorted, as safetensors sorts them: the order in which FSDP1 flattens parameters is
+    lost.
 
     Args:
-        where: what the names are of, for the message.
+        names: FQNs of parameters.
+        where: what the names belong to, for the message.
 
     Raises:
-        Unsupported: more than 7 names are in the order of the alphabet.
+        Unsupported: there are more than 7 names, in alphabetical order.
     """
     if len(names) > 7 and names == sorted(names):
         raise Unsupported(
@@ -560,6 +586,6 @@ def refuse_sorted_names(names: list[str], where: str) -> None:
 
 
 def describe_modules(modules: Iterable[str]) -> str:
-    """Write some module paths for a message: "3 modules (the root, layers.0, layers.1)"."""
+    """Return a count and the first paths of modules, for a message: "3 modules (the root, layers.0, layers.1)"."""
     shown = [m or "the root" for m in modules]
     return f"{len(shown)} modules ({', '.join(shown[:3])}{', ...' if len(shown) > 3 else ''})"

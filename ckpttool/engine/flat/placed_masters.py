@@ -17,7 +17,7 @@ from ...index.checkpoint import Checkpoint, joined, tied_weights
 from ...storage.source import Source
 from ..copy.fill import silent
 from ..transform import masters
-from ..transform.remainders import name_masters
+from ..transform.remainders import move_masters_to_extra
 
 __all__ = ["with_masters_as_weights"]
 
@@ -25,13 +25,13 @@ _HALF = ("bfloat16", "float16")
 
 
 def with_masters_as_weights(ckpt: Checkpoint, source: Source) -> Checkpoint:
-    """Return the same state with the fp32 masters (unrounded copies) of trained bf16 and fp16 weights in the place of
-    these weights, which `rounded` then holds.
+    """Return the same state with trained bf16 and fp16 weights replaced by their fp32 master weights; the `rounded` of
+    the result holds the replaced weights.
 
     Raises:
         Unsupported: a master does not round to its weight.
     """
-    ckpt = name_masters(ckpt)
+    ckpt = move_masters_to_extra(ckpt)
     paths = [t.path for t in ckpt.tensors.values()] + [v.path for v in ckpt.values.values()]
     trained = {str(p[2]) for p in paths if p[:2] == ("optim", "state") and len(p) > 2}
     model = {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"}
@@ -48,7 +48,8 @@ def with_masters_as_weights(ckpt: Checkpoint, source: Source) -> Checkpoint:
         return ckpt
     if odd := masters.find_differing_masters(ckpt, source, silent):
         raise Unsupported(
-            f"{masters.describe_differences(ckpt, odd)}. An engine computes with its rounded masters, so the result "
+            f"{masters.describe_differing_masters(ckpt, odd)}. An engine computes with its rounded masters, so the "
+            "result "
             f"would be another model than the source: {argument('only', ['model'])} converts the weights alone, and "
             "dcp and full carry both.",
             code="CKPT0316",

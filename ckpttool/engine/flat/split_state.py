@@ -34,7 +34,7 @@ from ...index.names import describe_weights_elsewhere, original_path
 from ...index.trees import nest
 from ...storage.buffers import IOBudget
 from ...storage.source import Source
-from ..copy.stream import Reader, StreamJob, small
+from ..copy.stream import Reader, StreamJob, read_small_tensors
 from ..copy.tensor_digests import tensor_digests
 
 __all__ = [
@@ -42,8 +42,8 @@ __all__ = [
     "TRAINED_ALONE",
     "ParamGroup",
     "Training",
-    "group_values",
-    "shared_scalars",
+    "find_shared_scalars",
+    "list_group_values",
     "split_training_state",
     "tensors_of",
 ]
@@ -82,7 +82,7 @@ class Training:
     notes: list[str] = field(default_factory=list)
 
     def counter(self, *keys: str) -> int | None:
-        """Return the first of some top-level keys of `rest` that is an integer; None where none is."""
+        """Return the value of the first of these top-level keys of `rest` that is an integer; None where none is."""
         for key in keys:
             found = self.rest.get(key)
             if type(found) is int:
@@ -94,26 +94,26 @@ class Training:
 TRAINED_ALONE = "param groups list the parameters that an engine trains, and no names besides"
 
 
-def group_values(groups: Iterable[ParamGroup]) -> dict[str, Value]:
-    """Return {name: value} of param groups, as the values that a reader finds."""
+def list_group_values(groups: Iterable[ParamGroup]) -> dict[str, Value]:
+    """Return {name: value} of param groups, under the names that a reader would give them."""
     trees = [{**g.options, "params": list(g.params)} for g in groups]
     found = flatten_tree(trees, ("optim", "param_groups")) if trees else {}
     return {joined(p): Value(p, x) for p, x in found.items()}
 
 
 def split_training_state(ckpt: Checkpoint, source: Source, trained: Iterable[str] | None = None) -> Training:
-    """Take a state apart into what engines keep separately: weights, param groups, slots, counters, and the rest.
+    """Split a state into what engines keep separately: weights, param groups, optimizer slots, counters, and the rest.
 
     Args:
-        trained: FQNs that the next job trains; None where that is not known. One of them that has no state yet is no
-            frozen one.
+        trained: FQNs that the next job trains, so that one of them without state is not taken for frozen; None if
+            unknown.
 
     Raises:
         Unsupported: there are no weights, or the optimizer has parameters that the model lacks.
         Corrupt: the param groups list a parameter twice, or bytes are damaged.
     """
     model = {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"}
-    extra_states = _extra_states(ckpt)
+    extra_states = _collect_extra_states(ckpt)
     model = {n: t for n, t in model.items() if (split_extra_state(n) or (n, ""))[1] == ""}
     if not model:
         raise Unsupported(
@@ -122,17 +122,20 @@ def split_training_state(ckpt: Checkpoint, source: Source, trained: Iterable[str
             code="CKPT0317",
         )
     out = Training(model, [], [], [], {}, {}, {}, extra_states=extra_states)
-    _take_optimizer(ckpt, source, out)
-    _take_rest(ckpt, out)
-    _classify(ckpt, source, out, frozenset(trained or ()))
+    _fill_in_optimizer(ckpt, source, out)
+    _fill_in_rest(ckpt, out)
+    _classify_tensors(ckpt, source, out, frozenset(trained or ()))
     return out
 
 
-def _extra_states(ckpt: Checkpoint) -> dict[str, Tree]:
-    """Return {FQN of the extra state of a module: its data, nested dicts and lists with TensorEntry for tensors}. One
-    that is a single tensor is left in the model, like a buffer."""
+def _collect_extra_states(ckpt: Checkpoint) -> dict[str, Tree]:
+    """Return {FQN of a module's extra state: its data}; the data are nested dicts and lists with TensorEntry for
+    tensors.
+
+    An extra state that is a single tensor is left out: it stays in the model, like a buffer.
+    """
     found: dict[str, dict[Path, Tree]] = {}
-    for path, leaf in _leaves(ckpt):
+    for path, leaf in _iterate_leaves(ckpt):
         split = split_extra_state(joined(path[1:])) if path[0] == "model" else None
         if split is None or (not split[1] and isinstance(leaf, TensorEntry)):
             continue
@@ -145,8 +148,9 @@ def _extra_states(ckpt: Checkpoint) -> dict[str, Tree]:
     return {fqn: leaves[()] if () in leaves else nest(leaves) for fqn, leaves in found.items()}
 
 
-def _leaves(ckpt: Checkpoint) -> Iterator[tuple[Path, Tree]]:
-    """Yield (path, TensorEntry of a tensor or plain data of a value) of everything in a state."""
+def _iterate_leaves(ckpt: Checkpoint) -> Iterator[tuple[Path, Tree]]:
+    """Yield (path, leaf) of everything in a state; the leaf is the TensorEntry of a tensor or the plain data of a
+    value."""
     yield from ((t.path, t) for t in ckpt.tensors.values())
     yield from ((v.path, v.data) for v in ckpt.values.values())
 
@@ -160,9 +164,9 @@ def tensors_of(tree: object) -> Iterator[TensorEntry]:
             yield from tensors_of(x)
 
 
-def _take_optimizer(ckpt: Checkpoint, source: Source, out: Training) -> None:
-    """Fill in the groups, slots (tensors of the shape of their parameter) and scalars of the optimizer, and drop what
-    is none of these."""
+def _fill_in_optimizer(ckpt: Checkpoint, source: Source, out: Training) -> None:
+    """Fill in the groups, slots (tensors with the shape of their parameter) and scalars of the optimizer in `out`;
+    everything else of the optimizer goes into `out.dropped`."""
     groups: dict[int, dict[Path, Tree]] = {}  # {number: {path in the group: hyperparameter}}
     params: dict[int, list[str]] = {}
     scalars: list[str] = []  # tensors of one element, which are read
@@ -183,7 +187,7 @@ def _take_optimizer(ckpt: Checkpoint, source: Source, out: Training) -> None:
         if t.component != "optim":
             continue
         if t.path[1] == "param_groups" and len(t.path) > 3 and t.numel == 1:  # a learning rate may be a tensor
-            option = Inline(t.dtype, t.shape, small(ckpt, source, [name])[name])
+            option = Inline(t.dtype, t.shape, read_small_tensors(ckpt, source, [name])[name])
             groups.setdefault(t.group, {})[t.path[3:]] = option
             out.inlined[name] = Value(t.path, option)
             continue
@@ -200,7 +204,7 @@ def _take_optimizer(ckpt: Checkpoint, source: Source, out: Training) -> None:
                 Dropped(name, t.nbytes, "not of the shape of its parameter, so no part of a flat tensor")
             )
     # tensors of one element are read, since engines keep them as numbers beside the flat tensors
-    for name, data in small(ckpt, source, scalars).items():
+    for name, data in read_small_tensors(ckpt, source, scalars).items():
         t = ckpt.tensors[name]
         scalar = Inline(t.dtype, (), data)
         out.scalars.setdefault(t.parameter, {})[str(t.path[3])] = scalar
@@ -220,12 +224,12 @@ DEEPSPEED_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _OF_DEEPSPEED = {("extra", "ds_config"), ("extra", "buffer_names"), *(("trainer", k) for k in DEEPSPEED_COUNTERS)}
 
 
-def _take_rest(ckpt: Checkpoint, out: Training) -> None:
+def _fill_in_rest(ckpt: Checkpoint, out: Training) -> None:
     """Fill in `out` with the scheduler, the loss scaler, and everything else that is neither model nor optimizer."""
     leaves: dict[Path, Tree] = {}
     scheduler: dict[Path, Tree] = {}
     others: dict[str, None] = {}  # further optimizers
-    for path, data in _leaves(ckpt):
+    for path, data in _iterate_leaves(ckpt):
         if path[0] in ("model", "optim"):
             continue
         if path[0] == "scheduler" and len(path) > 1 and not isinstance(path[1], int):
@@ -245,15 +249,15 @@ def _take_rest(ckpt: Checkpoint, out: Training) -> None:
         )
 
 
-def _classify(ckpt: Checkpoint, source: Source, out: Training, told: frozenset[str]) -> None:
-    """Fill in frozen parameters, buffers and tied weights, and take out of the groups what is frozen.
+def _classify_tensors(ckpt: Checkpoint, source: Source, out: Training, told: frozenset[str]) -> None:
+    """Fill in `out` with frozen parameters, buffers and tied weights, and remove frozen parameters from the groups.
 
     Args:
-        told: FQNs that the next job trains; empty where that is not known.
+        told: FQNs that the next job trains; empty if unknown.
 
     Raises:
         Corrupt: the groups list a parameter twice.
-        Unsupported: they list one that the model lacks.
+        Unsupported: the groups list a parameter that the model lacks.
     """
     _check_groups(out)
     listed_buffers = out.rest.get("buffer_names")
@@ -261,9 +265,9 @@ def _classify(ckpt: Checkpoint, source: Source, out: Training, told: frozenset[s
         del out.rest["buffer_names"]
     else:
         listed_buffers = None
-    idle = _take_out_idle(out, told)
+    idle = _remove_idle_parameters(out, told)
     trained = {n for g in out.groups for n in g.params}
-    _drop_state_of_others(out, trained)
+    _drop_state_of_untrained(out, trained)
     out.tied = _find_tied(ckpt, source, out, trained)
 
     # what is left are buffers and frozen parameters; without an optimizer, a parameter is what may be one
@@ -290,7 +294,7 @@ def _classify(ckpt: Checkpoint, source: Source, out: Training, told: frozenset[s
 
 
 def _check_groups(out: Training) -> None:
-    """Refuse param groups that list a parameter twice, or one that the model lacks.
+    """Check that the param groups list each parameter once, and only parameters that the model has.
 
     Raises:
         Corrupt: they list one twice.
@@ -310,12 +314,12 @@ def _check_groups(out: Training) -> None:
         )
 
 
-def _take_out_idle(out: Training, told: frozenset[str]) -> set[str]:
-    """Take those parameters out of the groups that have no state where others have some, or no elements, and return
-    their FQNs.
+def _remove_idle_parameters(out: Training, told: frozenset[str]) -> set[str]:
+    """Remove from the groups the parameters that have no elements, or no state where others have some, and return their
+    FQNs.
 
     Args:
-        told: FQNs that the next job trains; without state, they stay in their groups and go into `fresh`.
+        told: FQNs that the next job trains; those without state stay in their groups and go into `out.fresh`.
     """
     listed = [n for g in out.groups for n in g.params]
     stateful = out.slots.keys() | out.scalars.keys()
@@ -331,8 +335,9 @@ def _take_out_idle(out: Training, told: frozenset[str]) -> set[str]:
     return set(idle)
 
 
-def _drop_state_of_others(out: Training, trained: set[str]) -> None:
-    """Drop the state of parameters that are not among `trained`, those that a group lists, with the reason."""
+def _drop_state_of_untrained(out: Training, trained: set[str]) -> None:
+    """Move the state of parameters that are not in `trained`, the parameters that a group lists, to `out.dropped`, with
+    the reason."""
     for n in sorted((out.slots.keys() | out.scalars.keys()) - trained):
         slots = [*out.slots.pop(n, {}), *out.scalars.pop(n, {})]
         empty = n in out.tensors and not out.tensors[n].numel
@@ -385,7 +390,7 @@ def _find_equal_matrices(
 
     @cache
     def head(n: str) -> bytes | None:
-        return _first_bytes(ckpt, source, n)
+        return _read_first_bytes(ckpt, source, n)
 
     matrices = {n: t for n, t in out.tensors.items() if len(t.shape) > 1 and _is_floating(t.dtype)}
     for n, t in matrices.items():
@@ -408,9 +413,12 @@ def _find_equal_matrices(
     return found
 
 
-def _first_bytes(ckpt: Checkpoint, source: Source, fqn: str) -> bytes | None:
-    """Read the first bytes of a weight, given by its FQN, up to four elements; None where one read does not give
-    them."""
+def _read_first_bytes(ckpt: Checkpoint, source: Source, fqn: str) -> bytes | None:
+    """Read the first elements of a weight, four at most, and return their bytes; None where one read cannot give them.
+
+    Args:
+        fqn: the weight, without "model.".
+    """
     c = ckpt.tensors[f"model.{fqn}"].chunks
     for k in range(len(c)):
         row = c[k]
@@ -421,8 +429,11 @@ def _first_bytes(ckpt: Checkpoint, source: Source, fqn: str) -> bytes | None:
 
 
 def _has_several_values(ckpt: Checkpoint, source: Source, fqn: str) -> bool:
-    """Tell whether a weight, given by its FQN, holds more than one number; two that are all zeros or all ones are equal
-    without being tied."""
+    """Tell whether the elements of a weight are not all equal: two weights of zeros are equal without being tied.
+
+    Args:
+        fqn: the weight, without "model.".
+    """
     t = ckpt.tensors[f"model.{fqn}"]
     item = ITEMSIZE[t.dtype]
     seen: set[bytes] = set()
@@ -433,15 +444,16 @@ def _has_several_values(ckpt: Checkpoint, source: Source, fqn: str) -> bool:
     return len(seen) > 1
 
 
-def shared_scalars(training: Training, params: Iterable[str], what: str) -> tuple[dict[str, Tree], list[Dropped]]:
-    """Find the scalars that parameters of one flat tensor share.
+def find_shared_scalars(training: Training, params: Iterable[str], what: str) -> tuple[dict[str, Tree], list[Dropped]]:
+    """Find one value of each optimizer scalar (such as "step") for all parameters in a flat tensor.
 
     Args:
-        params: their FQNs.
-        what: why there can be one value only, for the reasons: "a sub-group of ZeRO-3 has one step".
+        params: the FQNs of the parameters in the flat tensor.
+        what: why there can be only one value, for the reasons: "a sub-group of ZeRO-3 has one step".
 
     Returns:
-        ({slot: scalar of most of the parameters}, those of the parameters that have another or none).
+        ({slot: the scalar that most of the parameters have}, the scalars of parameters that have another or none, as
+            dropped).
     """
     fresh = set(training.fresh)
     names = [n for n in params if n not in fresh]

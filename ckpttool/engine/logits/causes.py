@@ -49,20 +49,21 @@ class LayerCause:
 
 
 def explain_layer(model: StreamedModel, a: ModelSide, b: ModelSide, layer: str) -> list[LayerCause]:
-    """Find what explains that a layer computes something else in B than in A.
+    """Find what explains that a layer computes something else in B than in A: differing weights, or else differing keys
+    of config.json.
 
     Args:
         model: the model of A; both sides have been run.
-        layer: its name, perhaps with the number of the call ("#2").
+        layer: the layer's name, possibly with the number of the call ("#2").
     """
     layer = layer.partition("#")[0]
     above = [name for name in model.layers if name != layer and (not name or layer.startswith(f"{name}."))]
     names = [n for name in (layer, *above) for n in model.layers.get(name, ())]
-    wrong = [n for n in names if _digest_of(model, a, n) != _digest_of(model, b, n)]
+    wrong = [n for n in names if _get_digest(model, a, n) != _get_digest(model, b, n)]
     if not wrong:
         differing = find_config_differences(a.config, b.config)
         return [LayerCause(key, f"is {x!r} in A's config.json and {y!r} in B's") for key, (x, y) in differing.items()]
-    if (whole := _find_other_layer(model, a, b, layer, wrong)) is not None:
+    if (whole := _find_layer_with_same_weights(model, a, b, layer, wrong)) is not None:
         return [whole]
     causes = [LayerCause(n, _describe_weight(model, a, b, n)) for n in wrong[:_MOST]]
     if len(wrong) > _MOST:
@@ -71,31 +72,41 @@ def explain_layer(model: StreamedModel, a: ModelSide, b: ModelSide, layer: str) 
 
 
 def find_config_differences(x: Mapping[str, Any], y: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Find the keys of two configs, joined with dots, that have other values and may change what a model computes; None
-    stands for a key that one of them lacks."""
-    a, b = dict(_flatten("", x)), dict(_flatten("", y))
+    """Return {key: (value in x, value in y)} of the keys whose values differ and that may change what a model computes.
+    Nested keys are joined with dots; None stands for a missing key."""
+    a, b = dict(_flatten_config("", x)), dict(_flatten_config("", y))
     keys = [k for k in dict.fromkeys((*a, *b)) if a.get(k) != b.get(k) and not _SILENT.search(k)]
     return {k: (a.get(k), b.get(k)) for k in keys}
 
 
-def _flatten(above: str, config: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """List (key joined with dots, value) of a nested config."""
+def _flatten_config(above: str, config: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """List (key joined with dots, value) of a nested config.
+
+    Args:
+        above: prefix of the keys, "" or ending with a dot.
+    """
     out: list[tuple[str, Any]] = []
     for key, value in config.items():
-        out += _flatten(f"{above}{key}.", value) if isinstance(value, dict) else [(above + key, value)]
+        out += _flatten_config(f"{above}{key}.", value) if isinstance(value, dict) else [(above + key, value)]
     return out
 
 
-def _digest_of(model: StreamedModel, side: ModelSide, name: str) -> str | None:
-    """Return the digest of a weight of a side, by the name of the parameter; None where the side has none."""
+def _get_digest(model: StreamedModel, side: ModelSide, name: str) -> str | None:
+    """Return the digest of a side's weight, by the name of the model's parameter; None where the side has no such
+    weight."""
     stored = model.name_in(side, name)
     return None if stored is None else side.digests.get(stored)
 
 
-def _find_other_layer(
+def _find_layer_with_same_weights(
     model: StreamedModel, a: ModelSide, b: ModelSide, layer: str, wrong: list[str]
 ) -> LayerCause | None:
-    """Find another layer of A whose weights a layer of B has, all of them; None where there is none."""
+    """Find another layer of A that has all the differing weights of B's `layer`, and describe it; None where there is
+    none.
+
+    Args:
+        wrong: the weights that differ between A's `layer` and B's.
+    """
     parent = layer.rpartition(".")[0]
     inside = [n for n in wrong if n.startswith(f"{layer}.")]
     if len(inside) < len(wrong) or len(wrong) < 2:
@@ -104,8 +115,8 @@ def _find_other_layer(
         if other == layer or other.rpartition(".")[0] != parent:
             continue
         theirs = {n: other + n.removeprefix(layer) for n in inside}
-        if all(_digest_of(model, b, n) == _digest_of(model, a, o) is not None for n, o in theirs.items()):
-            back = all(_digest_of(model, a, n) == _digest_of(model, b, o) for n, o in theirs.items())
+        if all(_get_digest(model, b, n) == _get_digest(model, a, o) is not None for n, o in theirs.items()):
+            back = all(_get_digest(model, a, n) == _get_digest(model, b, o) for n, o in theirs.items())
             how = f"holds the weights of A's {other}, all {len(inside)} that differ"
             return LayerCause(
                 layer, how + (f", and {other} those of A's {layer}: the two are exchanged" if back else "")
@@ -121,7 +132,7 @@ def _describe_weight(model: StreamedModel, a: ModelSide, b: ModelSide, name: str
     shape = a.tensors[mine].shape
     found = b.digests.get(theirs)
     tied = model.tied.get(name)
-    if tied and _digest_of(model, a, name) == _digest_of(model, a, tied) and found != _digest_of(model, b, tied):
+    if tied and _get_digest(model, a, name) == _get_digest(model, a, tied) and found != _get_digest(model, b, tied):
         return f'is tied to "{tied}" in A, and in B it holds other values than that'
     for other, digest in a.digests.items():
         if digest == found and other != name and a.tensors[other].shape == shape:
@@ -147,14 +158,14 @@ def _describe_values(name: str, x: Array, y: Array) -> str:
     found = compare_tensors(x, y)
     if found is None:
         return "holds equal values in another dtype"
-    if found.way in VAGUE and (scaled := _find_scaled_parts(x, y)):
+    if found.way in VAGUE and (scaled := _describe_scaled_parts(x, y)):
         return scaled
     text = (
         found.text.replace("holds the reference ", "holds A's values ")
         .replace("the reference's", "A's")
         .replace("the reference", "A")
     )
-    return text + _name_parts(name, found.detail.get("ranges"), max(x.shape, default=0), x.shape)
+    return text + _name_exchanged_parts(name, found.detail.get("ranges"), max(x.shape, default=0), x.shape)
 
 
 def _describe_experts(name: str, x: Array, y: Array) -> str:
@@ -171,12 +182,14 @@ def _describe_experts(name: str, x: Array, y: Array) -> str:
     return f"differs {which} {_describe_values(name, x[first], y[first])}"
 
 
-def _name_parts(name: str, ranges: Any, longest: int, shape: tuple[int, ...]) -> str:
-    """Return the names of two parts of a fused weight that are exchanged, in parentheses; "" where they have none.
+def _name_exchanged_parts(name: str, ranges: Any, longest: int, shape: tuple[int, ...]) -> str:
+    """Return the names of two exchanged parts of a fused weight, " (q and k)"; "" where they have no names.
 
     Args:
-        ranges: the two, as [(start, end), (start, end)] along the dimension that is fused; None for any other fault.
-        longest, shape: the length of the longest dimension of the weight, and all of them.
+        name: the weight's name.
+        ranges: the two parts, as [(start, end), (start, end)] along the fused dimension; None for any other fault.
+        longest: the length of the longest dimension of the weight.
+        shape: the shape of the weight.
     """
     for pattern, parts in _PARTS:
         if ranges is None or not pattern.search(name):
@@ -190,11 +203,11 @@ def _name_parts(name: str, ranges: Any, longest: int, shape: tuple[int, ...]) ->
     return ""
 
 
-def _find_scaled_parts(x: Array, y: Array) -> str | None:
-    """Find whether each row, column or block of a matrix has a factor of its own, as where scales are left out, or
-    divided by; None if not.
+def _describe_scaled_parts(x: Array, y: Array) -> str | None:
+    """Describe the factors if each row, column or block of `y` is that of the matrix `x` times its own factor, as when
+    scales are left out or divided by; None if not.
 
-    Numbers that were rounded to bfloat16 before or after fit, too.
+    Differences within a part may be up to 2 %, as after rounding to bfloat16.
     """
     import numpy as np
 

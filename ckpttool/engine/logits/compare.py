@@ -20,7 +20,7 @@ from ...options import (
     list_keywords,
     split_keywords,
 )
-from ..opening import CheckpointPath, drop_other_layout, show_path
+from ..opening import CheckpointPath, drop_unfit_source_layout, show_path
 from .compare_logits import LogitComparison, compare_sides
 from .sides import ModelSide, has_own_config, open_side
 
@@ -38,24 +38,24 @@ def compare(
     adapter_b: str | os.PathLike[str] | None = None,
     **keywords: Unpack[CompareKeywords],
 ) -> LogitComparison:
-    """Compare two checkpoints by what their models compute from the same tokens, layer by layer, one layer in memory.
+    """Compare what the models of two checkpoints compute from the same tokens, layer by layer, with one layer in
+    memory.
 
     Args:
-        a, b: two folders, files or URLs, in any layouts; `a` is the reference. Codes are computed as the numbers that
-            they stand for.
-        config: folder or id of the Hugging Face model, for those of the two that have no config.json of their own.
-        config_a, config_b: the same for one of them, whatever it has.
+        a, b: two folders, files or URLs, in any layouts; `a` is the reference. Quantised weights are dequantised.
+        config: folder or id of the Hugging Face model, for checkpoints without a config.json of their own.
+        config_a, config_b: the same for one of them, even if it has a config.json.
         adapter_a, adapter_b: an adapter (LoRA) that is merged into one of them as it is read.
         weights: which weights of `a` are its model, as `open` takes it.
         prompts: file of prompts, one a line: token ids as a JSON list, or text, which needs a tokenizer beside the
-            config. Where None, ids are drawn from the vocabulary.
+            config. If None, ids are drawn from the vocabulary.
         seed: of the ids and pixels that are drawn.
         dtype: what to compute in ("fp32", "bf16", "fp16", "fp64"); weights are converted to it.
         device: what to compute on ("cpu", "cuda").
-        max_kl: KL divergence in nats, at the worst position, that counts as equal. Where None, only the measured bound
+        max_kl: KL divergence in nats, at the worst position, that counts as equal. If None, only the measured bound
             counts: ten times what the first one differs from itself with other kernels.
-        map: a name map, as `convert` takes it, for those of the two that are not hf; that of the trainer which wrote
-            them where None.
+        map: a name map, as `convert` takes it, for those of the two that are not hf; None means that of the trainer
+            which wrote them.
         source_layout, like, flat_layout, wrap, tag: as `open`, for those of the two whose layout uses them.
         progress: called with ("compare", bytes read, bytes in all).
 
@@ -78,7 +78,7 @@ def compare(
             merge = None if adapter is None else MergeRequest(adapter=adapter)
             weights = reading.weights if label == "A" else None
             own = {"config": given, "merge": merge, "weights": weights}
-            options = OpenOptions(**{**vars(drop_other_layout(path, reading)), **own})
+            options = OpenOptions(**{**vars(drop_unfit_source_layout(path, reading)), **own})
             sides.append(open_side(label, path, options, writing))
             stack.callback(sides[-1].opened.close)
         tokenizer = config_a or reading.config or show_path(a)

@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from ...errors import Unsupported, UsageError, argument, kind_of_failure
 from ...options import CompareRequest, Progress
-from ...printable import Shown, count_noun, list_first, replace_infinities
+from ...printable import Shown, count_noun, list_first, replace_non_finite_numbers
 from .causes import LayerCause, explain_layer, find_config_differences
 from .prompts import ModelInputs, make_inputs, read_prompts
 from .sides import ModelSide
@@ -51,7 +51,7 @@ class LayerDifference:
 
     @property
     def exceeds(self) -> bool:
-        """Tell whether it is more than rounding."""
+        """Tell whether the difference is larger than rounding explains."""
         return self.relative > (self.bound or 0)
 
 
@@ -105,12 +105,12 @@ class LogitComparison(Shown):
 
     @property
     def word(self) -> str:
-        """The verdict in a word."""
+        """The verdict: "equal" or "different"."""
         return "equal" if self.equal else "different"
 
     def to_json(self) -> dict[str, Any]:
         """Convert to plain data; numbers that are infinite or NaN become text."""
-        plain: dict[str, Any] = replace_infinities(asdict(self))
+        plain: dict[str, Any] = replace_non_finite_numbers(asdict(self))
         return plain
 
     def summarise(self) -> dict[str, Any]:
@@ -123,7 +123,8 @@ class LogitComparison(Shown):
         return self.word + ("" if self.largest is None else f", largest logit difference {self.largest:.3g}")
 
     def lines(self) -> Iterator[str]:
-        """Yield the verdict, the numbers, and what explains them."""
+        """Yield the lines of the report: KL divergence, logit difference, bound, first layer that differs with its
+        causes, and the verdict."""
         if self.kl_max is not None and self.kl_mean is not None:
             yield f"KL divergence: mean {self.kl_mean:.3g}, max {self.kl_max:.3g} nats over {self.tokens:,} positions"
         if self.largest is not None:
@@ -157,19 +158,21 @@ class LogitComparison(Shown):
 def compare_sides(
     a: ModelSide, b: ModelSide, request: CompareRequest, progress: Progress, tokenizer: str | None = None
 ) -> LogitComparison:
-    """Compare two open checkpoints by what their models compute.
+    """Compare what the models of two open checkpoints compute.
 
     Args:
+        a: the reference.
+        b: the checkpoint that is compared with it.
         request: prompts, seed, dtype, device, and the KL divergence that is allowed.
         progress: called with ("compare", bytes read, bytes in all).
-        tokenizer: the folder that may have one, for prompts in text.
+        tokenizer: the folder that may contain a tokenizer, for prompts in text; None where there is none.
 
     Raises:
         Unsupported: transformers cannot build or run the model, or neither side fits its config.
         UsageError: the dtype, the device or the prompts make no sense.
         CkpttoolError: a weight cannot be read.
     """
-    device, dtype = _choose_device(request.device), _choose_dtype(request.dtype)
+    device, dtype = _find_device(request.device), _find_dtype(request.dtype)
     model_a = StreamedModel.of_config(a.config, dtype, device)
     model_b = model_a if a.config == b.config else StreamedModel.of_config(b.config, dtype, device)
     name = type(model_a.model).__name__
@@ -182,7 +185,7 @@ def compare_sides(
     prompts = None if request.prompts is None else read_prompts(request.prompts, tokenizer)
     inputs = make_inputs(model_a, a, prompts, request.seed)
     out.prompts, out.tokens = inputs.prompts, inputs.tokens
-    _count_bytes((a, b), progress)
+    _report_read_bytes((a, b), progress)
     with tempfile.TemporaryFile(buffering=0) as file:
         recorded = _Recording(file, inputs)
         logits = inputs.rows_of(model_a.run(a, inputs, recorded.add))
@@ -194,7 +197,7 @@ def compare_sides(
                 code="CKPT0333",
             )
         out.layers, out.tokens = rows, len(logits)
-        _read_unreached(model_a, a, b, out)
+        _compare_all_weights(model_a, a, b, out)
         _measure_logits(logits, theirs, out)
         _refuse_nan(logits, out)
         out.equal = out.largest == 0
@@ -206,18 +209,18 @@ def compare_sides(
             assert out.bound is not None and out.largest is not None and out.kl_max is not None
             allowed = request.max_kl is not None and out.kl_max <= request.max_kl
             out.equal = out.largest <= out.bound or allowed
-            _name_first_layer(model_a, a, b, out)
+            _explain_first_layer(model_a, a, b, out)
     out.layer_bytes = max(model_a.peak_bytes, model_b.peak_bytes)
     for side in (a, b):
         side.opened.source.assert_unchanged()
     return out
 
 
-def _choose_device(asked: str) -> torch.device:
-    """Return the device of this name.
+def _find_device(asked: str) -> torch.device:
+    """Return the torch device of this name.
 
     Raises:
-        UsageError: this machine has none.
+        UsageError: this machine does not have it, or it cannot compute.
     """
     import torch
 
@@ -229,11 +232,11 @@ def _choose_device(asked: str) -> torch.device:
     return device
 
 
-def _choose_dtype(asked: str) -> torch.dtype:
-    """Return the dtype that a model is computed in.
+def _find_dtype(asked: str) -> torch.dtype:
+    """Return the torch dtype with a short name such as "bf16".
 
     Raises:
-        UsageError: it is none of those.
+        UsageError: the name is none of `_DTYPES`.
     """
     import torch
 
@@ -246,10 +249,11 @@ def _choose_dtype(asked: str) -> torch.dtype:
 def _check_weights(
     model_a: StreamedModel, model_b: StreamedModel, a: ModelSide, b: ModelSide, out: LogitComparison
 ) -> bool:
-    """Tell whether both sides have the weights of their models, all and no others; what is wrong goes into `out`.
+    """Tell whether each side has exactly the weights of its model. If not, the misfits, their causes and a note are put
+    into `out`.
 
     Raises:
-        Unsupported: the same is wrong on both, so that the config is of another model.
+        Unsupported: a weight has the same fault on both sides, so the config is of another model.
     """
     out.misfit_a, out.misfit_b = model_a.find_misfit(a), model_b.find_misfit(b)
     if any(out.misfit_b.get(n) == how for n, how in out.misfit_a.items()):
@@ -265,10 +269,10 @@ def _check_weights(
 
 
 def _refuse_nan(logits: torch.Tensor, out: LogitComparison) -> None:
-    """Refuse a reference whose logits are no numbers: nothing can be compared with it.
+    """Raise an error if logits of A, the reference, are NaN: nothing can be compared with them.
 
     Raises:
-        Unsupported: with the first layer that gave none.
+        Unsupported: some logits are NaN.
     """
     if bool(logits.isnan().any()):
         raise Unsupported(
@@ -279,8 +283,9 @@ def _refuse_nan(logits: torch.Tensor, out: LogitComparison) -> None:
         )
 
 
-def _count_bytes(sides: tuple[ModelSide, ModelSide], progress: Progress) -> None:
-    """Have the weights that are read from now on reported to `progress`."""
+def _report_read_bytes(sides: tuple[ModelSide, ModelSide], progress: Progress) -> None:
+    """Set both sides to report the bytes of the weights that they read to `progress`, with the bytes of all their
+    weights as the total."""
     total = sum(t.nbytes for side in sides for t in side.tensors.values())
     done = 0
 
@@ -301,7 +306,7 @@ class _Recording:
         self._places: dict[str, list[tuple[int, tuple[int, ...]]]] = {}
 
     def add(self, layer: str, outputs: list[torch.Tensor]) -> None:
-        """Keep what a layer of A returned.
+        """Write the outputs of a layer of A to the file.
 
         Raises:
             NoSpace: the disk of the temporary file is full.
@@ -318,8 +323,8 @@ class _Recording:
                 raise kind_of_failure(e)(f"{where}: {e.strerror}. Set TMPDIR to a folder with more room.") from e
 
     def comparing(self, rows: list[LayerDifference]) -> Callable[[str, list[torch.Tensor]], None]:
-        """Return a sink that compares what layers return with what A's did, and adds a row for each to `rows`. Layers
-        that A has not are passed over."""
+        """Return a sink that compares the outputs of a layer with those recorded from A, and appends a
+        `LayerDifference` to `rows`. Layers that A does not have are ignored."""
 
         def compare(layer: str, outputs: list[torch.Tensor]) -> None:
             largest = relative = 0.0
@@ -331,14 +336,19 @@ class _Recording:
                 if tuple(here.shape) != place[1]:
                     largest = relative = math.inf
                     continue
-                one = _measure(self._read(*place), here)
+                one = _measure_distance(self._read(*place), here)
                 largest, relative = max(largest, one[0]), max(relative, one[1])
             rows.append(LayerDifference(layer, largest, relative))
 
         return compare
 
     def _read(self, at: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """Read an output of A."""
+        """Read a recorded output of A.
+
+        Args:
+            at: offset in the file.
+            shape: shape of the output, in float32.
+        """
         import torch
 
         end = self._file.tell()
@@ -348,9 +358,12 @@ class _Recording:
         return found[: math.prod(shape)].reshape(shape)
 
 
-def _measure(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
-    """Return (the largest difference of two numbers, the distance relative to the length of x) of two tensors of one
-    shape. Equal infinities and NaN on both sides are equal; NaN on one side is infinitely far."""
+def _measure_distance(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
+    """Return (largest difference of two elements, norm of the difference divided by the norm of x) of two tensors of
+    one shape.
+
+    Equal infinities, and NaN on both sides, count as equal; NaN on one side gives infinity.
+    """
     same = (x == y) | (x.isnan() & y.isnan())
     if bool(same.all()):
         return 0.0, 0.0
@@ -360,13 +373,14 @@ def _measure(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
 
 
 def _measure_logits(x: torch.Tensor, y: torch.Tensor, out: LogitComparison) -> None:
-    """Measure how far the logits of A (`x`) and B (`y`) are apart, [positions, vocabulary], into `out`."""
+    """Measure the KL divergence, the largest difference and the top-1 agreement of the logits of A (`x`) and B (`y`),
+    of shape [positions, vocabulary], and put them into `out`."""
     import torch
 
     divergences, largest, agreed = [], 0.0, 0
     for k in range(0, len(x), _ROWS):
         p, q = x[k : k + _ROWS].double(), y[k : k + _ROWS].double()
-        largest = max(largest, _measure(p, q)[0])
+        largest = max(largest, _measure_distance(p, q)[0])
         agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
         log_p, log_q = torch.log_softmax(p, -1), torch.log_softmax(q, -1)
         each = torch.where((log_p > -math.inf) & (log_p != log_q), log_p.exp() * (log_p - log_q), 0)
@@ -376,8 +390,9 @@ def _measure_logits(x: torch.Tensor, y: torch.Tensor, out: LogitComparison) -> N
     out.largest, out.top1_equal = largest, agreed
 
 
-def _read_unreached(model: StreamedModel, a: ModelSide, b: ModelSide, out: LogitComparison) -> None:
-    """Compare the weights that no prompt made the models read, byte for byte, and list all that differ."""
+def _compare_all_weights(model: StreamedModel, a: ModelSide, b: ModelSide, out: LogitComparison) -> None:
+    """Compare the digests of all weights and put the names of those that differ into `out.weights_differ`. Weights that
+    no prompt made the models read are read for that, and listed in `out.unreached`."""
     for name in model.wanted:
         stored = [model.name_in(side, name) for side in (a, b)]
         if None in stored:
@@ -398,13 +413,15 @@ def _measure_noise(
     logits: torch.Tensor,
     out: LogitComparison,
 ) -> None:
-    """Compute A again in other ways, and make what changes the bounds of the layers and of the logits.
+    """Compute A again with other kernels or threads, and set the bounds of the layers and of the logits in `out` from
+    the differences.
 
     Args:
-        recorded, logits: what A gave at first.
+        model: the model of A.
+        recorded, logits: the layer outputs and the logits of the first run of A.
     """
     noise: dict[str, float] = {}
-    for what, change, back in _other_ways(model):
+    for what, change, back in _list_other_ways(model):
         rows: list[LayerDifference] = []
         try:
             change()
@@ -413,7 +430,7 @@ def _measure_noise(
             continue
         finally:
             back()
-        largest = _measure(logits, again)[0]
+        largest = _measure_distance(logits, again)[0]
         if not math.isfinite(largest):  # a bound of infinity would make everything equal
             out.notes.append(f"A overflows {out.dtype} with {what}, which therefore says nothing about rounding")
             continue
@@ -427,8 +444,8 @@ def _measure_noise(
         row.bound = _MARGIN * most
 
 
-def _other_ways(model: StreamedModel) -> list[tuple[str, Callable[[], Any], Callable[[], Any]]]:
-    """List other ways to compute a model: (what they are called, what sets one, what sets the usual one again)."""
+def _list_other_ways(model: StreamedModel) -> list[tuple[str, Callable[[], Any], Callable[[], Any]]]:
+    """List other ways to compute a model, as (description, function that sets it up, function that undoes that)."""
     import torch
 
     usual = getattr(model.model.config, "_attn_implementation", None)
@@ -445,8 +462,9 @@ def _other_ways(model: StreamedModel) -> list[tuple[str, Callable[[], Any], Call
     return ways
 
 
-def _name_first_layer(model: StreamedModel, a: ModelSide, b: ModelSide, out: LogitComparison) -> None:
-    """Find the first layer that differs by more than rounding, or at all, and what explains it."""
+def _explain_first_layer(model: StreamedModel, a: ModelSide, b: ModelSide, out: LogitComparison) -> None:
+    """Put into `out` the first layer that differs by more than rounding, or else the first that differs at all, and its
+    causes; a note if no layer differs."""
     first = next((row for row in out.layers if row.exceeds), None) or next((r for r in out.layers if r.relative), None)
     if first is None:  # a cap or a factor of the logits
         out.notes.append("every layer gives equal numbers: the logits differ by what is done to them at the end")

@@ -39,8 +39,8 @@ class ModelInputs(NamedTuple):
     prompts: int
 
     def rows_of(self, found: torch.Tensor) -> torch.Tensor:
-        """Return the part of an output that belongs to tokens and not to padding, as a matrix; all of it where it is
-        not one vector for each token."""
+        """Return the rows of an output that belong to tokens and not to padding, as a matrix [tokens, features]. An
+        output without one vector per token is returned completely, as a matrix."""
         for name in ("decoder_attention_mask", "attention_mask"):
             mask = self.tensors.get(name)
             if mask is not None and found.ndim > 2 and found.shape[:2] == mask.shape:
@@ -57,13 +57,13 @@ class ModelInputs(NamedTuple):
 def make_inputs(
     streamed: StreamedModel, side: ModelSide, prompts: Sequence[Sequence[int]] | None, seed: int
 ) -> ModelInputs:
-    """Make the inputs of a model.
+    """Make the input tensors of a model from prompts, and an image if the model takes images.
 
     Args:
         streamed: the model.
-        side: its weights, for how many tokens an image becomes.
-        prompts: token ids; None to draw some.
-        seed: of what is drawn.
+        side: its weights, which are needed to find out how many tokens stand for an image.
+        prompts: token ids; None to draw random ones.
+        seed: seed of the random ids and pixels.
 
     Raises:
         Unsupported: the model takes neither token ids nor images of a known form.
@@ -82,7 +82,7 @@ def make_inputs(
     random = np.random.default_rng(seed)
     text = {**config, **(config.get("text_config") or {})}
     size = _count_vocabulary(model)
-    images, image = _make_pixels(streamed, side, takes, random) if "pixel_values" in takes else ({}, [])
+    images, image = _make_image(streamed, side, takes, random) if "pixel_values" in takes else ({}, [])
     special = [text[k] for k in _SPECIAL if isinstance(text.get(k), int) and 0 <= text[k] < size]
     reserved = {v for k, v in text.items() if k.endswith(("_token_id", "_token_index")) and isinstance(v, int)}
     if prompts is None:
@@ -93,19 +93,23 @@ def make_inputs(
         )
     if image:
         prompts = [[*_draw_prompt(random, 2, size, [], reserved), *image, *prompts[0][:8]], *prompts]
-    ids, mask = _pad(prompts)
+    ids, mask = _pad_prompts(prompts)
     inputs = {"input_ids": ids, "attention_mask": mask, **images}
     if "mm_token_type_ids" in takes and image:
         inputs["mm_token_type_ids"] = (ids == next(config[k] for k in _IMAGE if k in config)).int()
     if getattr(model.config, "is_encoder_decoder", False) and "decoder_input_ids" in takes:
         start = text.get("decoder_start_token_id")
         answers = [[start if isinstance(start, int) else 0, *row[: len(row) // 2]] for row in prompts]
-        inputs["decoder_input_ids"], inputs["decoder_attention_mask"] = _pad(answers)
+        inputs["decoder_input_ids"], inputs["decoder_attention_mask"] = _pad_prompts(answers)
     return ModelInputs({k: v for k, v in inputs.items() if k in takes or k == "input_ids"}, len(prompts))
 
 
 def _count_vocabulary(model: Any) -> int:
-    """Count the rows of the input embedding."""
+    """Return the number of rows of the input embedding.
+
+    Raises:
+        Unsupported: the model has none.
+    """
     embedding = model.get_input_embeddings()
     if not hasattr(embedding, "weight"):
         raise Unsupported(f"{type(model).__name__} has no input embedding of tokens.", code="CKPT0333")
@@ -113,16 +117,16 @@ def _count_vocabulary(model: Any) -> int:
 
 
 def _draw_prompt(random: Any, length: int, size: int, special: list[int], reserved: set[int]) -> list[int]:
-    """Draw ids of a vocabulary of `size` rows, without `reserved` ones; a long prompt begins with the `special` ids and
-    the first and the last row."""
+    """Return `length` random token ids of a vocabulary of `size` rows, none of them `reserved`. A prompt of more than 8
+    ids begins with the `special` ids and the ids of the first and the last row."""
     ends = list(dict.fromkeys([*special, 0, size - 1]))
     free = [i for i in random.integers(0, size, 4 * length).tolist() if i not in reserved] or [0]
     rest = [free[k % len(free)] for k in range(length)]
     return [*(i for i in ends if i not in reserved or i in special), *rest][:length] if length > 8 else rest
 
 
-def _pad(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (ids, mask) of rows that are padded with 0 on the right."""
+def _pad_prompts(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (token ids, attention mask) as tensors, padded with 0 on the right."""
     import torch
 
     longest = max(map(len, rows))
@@ -131,13 +135,17 @@ def _pad(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, mask
 
 
-def _make_pixels(
+def _make_image(
     streamed: StreamedModel, side: ModelSide, takes: Any, random: Any
 ) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """Make one image, as the arguments of a model, and the tokens that stand for it in a prompt.
+    """Make a random image and return (the model's arguments for it, the tokens that stand for it in a prompt).
+
+    Args:
+        takes: the parameters of the model's forward.
+        random: a numpy random generator.
 
     Raises:
-        Unsupported: how the model takes images is not known.
+        Unsupported: it is not known how the model takes images.
     """
     import torch
 
@@ -178,9 +186,13 @@ class _Counted(Exception):
 
 
 def _count_image_tokens(streamed: StreamedModel, side: ModelSide, given: dict[str, torch.Tensor], token: int) -> int:
-    """Count the tokens that stand for an image in a prompt; 0 where the model does not take images of this form.
+    """Return how many tokens stand for an image in a prompt; 0 where the model does not take images of this form.
 
-    The model is run until it looks for the places of these tokens, or the part of it that makes them.
+    The model is run until it looks for the positions of these tokens, or only the part of it that computes them.
+
+    Args:
+        given: the model's arguments for the image.
+        token: the id of the token that stands for a part of an image.
     """
     import torch
 
@@ -188,7 +200,7 @@ def _count_image_tokens(streamed: StreamedModel, side: ModelSide, given: dict[st
     merging = next((m for m in model.modules() if hasattr(m, "get_placeholder_mask")), None)
 
     def count(*arguments: Any, **named: Any) -> Any:
-        raise _Counted(_count_rows(named.get("image_features", arguments[2:3])))
+        raise _Counted(_count_feature_vectors(named.get("image_features", arguments[2:3])))
 
     try:
         with streamed.reading_from(side, lambda layer, outputs: None):
@@ -196,7 +208,7 @@ def _count_image_tokens(streamed: StreamedModel, side: ModelSide, given: dict[st
             if merging is not None:
                 merging.get_placeholder_mask = count
                 model(input_ids=torch.tensor([[token]], device=streamed.device), **placed)
-            return _count_rows(model.get_image_features(**placed))
+            return _count_feature_vectors(model.get_image_features(**placed))
     except _Counted as e:
         return e.rows
     except Exception:  # whatever this model's code raises on a form that it does not take
@@ -206,20 +218,22 @@ def _count_image_tokens(streamed: StreamedModel, side: ModelSide, given: dict[st
             merging.__dict__.pop("get_placeholder_mask", None)
 
 
-def _count_rows(found: Any) -> int:
-    """Count the vectors that an image became: a tensor, a list of them, or an output that holds one."""
+def _count_feature_vectors(found: Any) -> int:
+    """Return the number of vectors in the features of an image: a tensor, a list of tensors, or an output object with
+    one."""
     pooled = getattr(found, "pooler_output", found)
     if isinstance(pooled, (tuple, list)):
-        return sum(map(_count_rows, pooled))
+        return sum(map(_count_feature_vectors, pooled))
     shape = getattr(pooled, "shape", None)
     return int(pooled.numel() // shape[-1]) if shape else 0
 
 
 def read_prompts(path: str | os.PathLike[str], config: str | None) -> list[list[int]]:
-    """Read prompts from a file: on each line a list of token ids, an object with "input_ids" or "text", or plain text.
+    """Read prompts from a file and return their token ids. Each line is a list of token ids, an object with "input_ids"
+    or "text", or plain text.
 
     Args:
-        config: the folder with the tokenizer, which text needs; None where there is none.
+        config: the folder with the tokenizer that text needs; None where there is none.
 
     Raises:
         UsageError: the file cannot be read or has no prompt, or text has no tokenizer.
@@ -264,10 +278,13 @@ def _parse_prompt(line: str) -> str | list[int]:
 
 
 def _load_tokenizer(config: str | None, path: str | os.PathLike[str]) -> Any:
-    """Load the tokenizer beside a config, as data: no code of the folder is run.
+    """Load the tokenizer in the folder `config`, without running code of the folder.
+
+    Args:
+        path: the file of prompts, for errors.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no tokenizer, or it cannot be loaded.
     """
     import transformers
 

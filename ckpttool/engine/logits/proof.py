@@ -33,12 +33,12 @@ class LogitProof:
     writing: WriteRequest
 
     def check(self) -> None:
-        """Refuse, before anything is copied, what could not be proven at the end.
+        """Check, before anything is copied, that the comparison at the end will be possible.
 
         Raises:
             MissingPackage: torch or transformers is not installed.
-            UsageError: there is no config.json, or weights are to be quantised. Unsupported: the weights are not those
-                of its model.
+            UsageError: there is no config.json, or weights are to be quantised.
+            Unsupported: the weights are not those of the model in config.json.
         """
         require_packages("proving that the result computes the same", "torch", "transformers")
         import torch
@@ -56,11 +56,16 @@ class LogitProof:
             model.refuse_misfit(side, model.find_misfit(side))
 
     def prove(self, path: str, target: Layout, progress: Progress) -> dict[str, Any]:
-        """Compare the source with the result at `path`, and return what ckpttool.json and --json say of it.
+        """Compare the logits of the source with those of the result at `path`, and return the summary for ckpttool.json
+        and --json.
+
+        Args:
+            target: the layout of the result.
+            progress: called with ("compare", bytes read, bytes in all).
 
         Raises:
-            Differs: they compute something else; with the first layer that does, and what explains it. Or they have
-                other values that no prompt shows.
+            Differs: the logits differ (the message names the first layer that differs, and the causes), or weights
+                differ that no prompt reached.
             CkpttoolError: one of the two cannot be read.
         """
         a = self._open_source()
@@ -76,11 +81,12 @@ class LogitProof:
                 a.config, a.rounded_to = b.config, b
                 found = compare_sides(a, b, CompareRequest(), progress)
         if not found.equal or (found.largest == 0 and found.weights_differ):  # an expert that no prompt was sent to
-            raise Differs(_explain(found, path), code="CKPT0505")
+            raise Differs(_explain_failed_proof(found, path), code="CKPT0505")
         return found.summarise()
 
     def _open_source(self) -> ModelSide:
-        """Open the source as the conversion reads it, with the config that the result has."""
+        """Open the source with the options of the conversion; if the conversion resizes the vocabulary, its config has
+        the new size."""
         side = open_side("A", self.src, self.reading, self.writing)
         if self.writing.vocab_size is not None:
             rows = {"vocab_size": self.writing.vocab_size}
@@ -89,8 +95,8 @@ class LogitProof:
         return side
 
 
-def _explain(found: LogitComparison, path: str) -> str:
-    """Return the message of a conversion whose result computes something else."""
+def _explain_failed_proof(found: LogitComparison, path: str) -> str:
+    """Return the error message for a conversion whose result does not compute what the source computes."""
     numbers, left = "", f"Remove {urls.redact_url(path)}." if urls.is_url(path) else "Nothing was left there."
     if found.largest is not None and found.bound is not None:
         numbers = f"logits differ by {found.largest:.3g}, by rounding at most {found.bound:.3g}; "

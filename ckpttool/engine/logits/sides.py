@@ -11,7 +11,7 @@ from ... import layouts
 from ...errors import Unsupported, UsageError, argument
 from ...huggingface import encodings, model_files
 from ...index.checkpoint import TensorEntry
-from ...index.composites import composites
+from ...index.composites import find_composites
 from ...options import OpenOptions, WriteRequest
 from ..handle import TensorHandle
 from ..opening import CheckpointPath, OpenCheckpoint, drop_unused_hints, show_path
@@ -42,11 +42,12 @@ class ModelSide:
 
     @property
     def tensors(self) -> Mapping[str, TensorEntry]:
-        """The weights, {name in memory: where they lie}."""
+        """The weights, {name without "model.": index entry}."""
         return {n.removeprefix(_MODEL): t for n, t in self.opened.checkpoint.tensors.items() if n.startswith(_MODEL)}
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one weight on the CPU, in its own dtype, or that of `rounded_to`; its digest is kept.
+        """Read one weight as a CPU tensor, in its own dtype or rounded to that of `rounded_to`, and keep its digest in
+        `digests`.
 
         Raises:
             Corrupt, SourceChanged: its bytes are damaged.
@@ -64,11 +65,11 @@ class ModelSide:
 
 
 def has_own_config(path: CheckpointPath) -> bool:
-    """Tell whether a checkpoint is a folder with a config.json of a model, which a program that loads it would take."""
+    """Tell whether a checkpoint is a folder with a model's config.json."""
     where = path if isinstance(path, layouts.Place) else layouts.place(path)
     with where.source:
         own = where.file is None and "config.json" in where.source.list()
-        return own and "model_type" in model_files.read_config(where.source)
+        return own and "model_type" in model_files.read_config_json(where.source)
 
 
 def open_side(
@@ -78,26 +79,27 @@ def open_side(
     writing: WriteRequest,
     config: dict[str, Any] | None = None,
 ) -> ModelSide:
-    """Open a checkpoint in any layout as the weights of a model.
+    """Open a checkpoint in any layout for a comparison of logits; quantised weights are dequantised.
 
     Args:
         label: "A" or "B".
+        path: the checkpoint.
         reading: how it is read; hints that its layout does not use are left out.
         writing: its name map, and the patterns of what is dequantised.
-        config: config.json for one that has none; None where there must be one.
+        config: the config.json to use if it has none; None if it must have one.
 
     Raises:
-        Unsupported: it holds no weights, or codes whose numbers are not known.
+        Unsupported: it has no weights, or quantised ones that ckpttool cannot dequantise.
         UsageError: there is no config.json of its model.
         CkpttoolError: it cannot be opened.
     """
     options = OpenOptions(**{**vars(drop_unused_hints(path, reading)), "config": reading.config})
     opened = open_model(path, options, writing)
     try:
-        if _find_codes(opened) is not None:
+        if _find_quantised_weight(opened) is not None:
             opened.close()
             opened = open_model(path, options, replace(writing, dequantize=("*",)))
-        _refuse_codes(label, opened)
+        _refuse_quantised_weights(label, opened)
         return ModelSide(label, opened, _find_config(opened, reading.config, path, config))
     except BaseException:
         opened.close()
@@ -107,7 +109,7 @@ def open_side(
 def _find_config(
     opened: OpenCheckpoint, given: str | None, path: CheckpointPath, otherwise: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Find the config.json of a checkpoint's model: the one that was `given`, or its own, or one beside it, or
+    """Return the config.json of a checkpoint's model: the one that was `given`, else its own or one in its folder, else
     `otherwise`.
 
     Raises:
@@ -123,21 +125,21 @@ def _find_config(
     return found
 
 
-def _find_codes(opened: OpenCheckpoint) -> str | None:
-    """Find the first weight that is codes, and return its name; None where all are numbers."""
+def _find_quantised_weight(opened: OpenCheckpoint) -> str | None:
+    """Return the name of the first weight that is stored as codes (quantised); None where there is none."""
     ckpt = opened.checkpoint
     config = encodings.read_quantization_config(ckpt, opened.source if opened.folder else None)
-    coded = [n for n, c in composites(ckpt).items() if c.path[0] == "model"]
+    coded = [n for n, c in find_composites(ckpt).items() if c.path[0] == "model"]
     return next(iter([*encodings.find_in_checkpoint(ckpt, config).weights, *coded]), None)
 
 
-def _refuse_codes(label: str, opened: OpenCheckpoint) -> None:
-    """Refuse weights that are codes: their numbers are not the model's.
+def _refuse_quantised_weights(label: str, opened: OpenCheckpoint) -> None:
+    """Raise an error if weights are still stored as codes: their numbers are not the model's.
 
     Raises:
-        Unsupported: with the first.
+        Unsupported: there is such a weight; the message names the first.
     """
-    if (first := _find_codes(opened)) is not None:
+    if (first := _find_quantised_weight(opened)) is not None:
         raise Unsupported(
             f'{label}: "{first}" holds codes, and ckpttool does not know which numbers they stand for. Dequantise it '
             "with the program that quantised it.",

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ...errors import Unsupported, argument
-from ...huggingface.hub_names import meta_model, relate
+from ...huggingface.hub_names import build_meta_model, relate_to_hub
 from .sides import ModelSide
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class StreamedModel:
 
     @classmethod
     def of_config(cls, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> StreamedModel:
-        """Build the model of a config.json.
+        """Build the model of a config.json, with its parameters on the meta device.
 
         Raises:
             Unsupported: transformers does not know the model, or does not say what a buffer holds.
@@ -65,7 +65,7 @@ class StreamedModel:
         import torch
 
         try:
-            model = meta_model({**config, "dtype": str(dtype).removeprefix("torch."), "use_cache": False})
+            model = build_meta_model({**config, "dtype": str(dtype).removeprefix("torch."), "use_cache": False})
         except Exception as e:  # whatever transformers raises on a config that it does not know
             what = f"model_type {config.get('model_type')!r}"
             raise Unsupported(
@@ -77,7 +77,7 @@ class StreamedModel:
         out._compute_buffers()
         out._find_layers("", model, set())
         for layer in out.layers:
-            out._let_go(layer)
+            out._release_weights(layer)
         return out
 
     @property
@@ -97,7 +97,7 @@ class StreamedModel:
 
     @property
     def positions(self) -> int:
-        """The most tokens of a prompt, by its config; a large number where that has no limit."""
+        """The largest number of tokens in a prompt, by the model's config; 2**20 where the config has no limit."""
         most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return most if isinstance(most, int) else 1 << 20
 
@@ -109,8 +109,8 @@ class StreamedModel:
         return next((n for n in names if f"model.{n}" in side.opened.checkpoint.tensors), None)
 
     def find_misfit(self, side: ModelSide) -> dict[str, str]:
-        """Find the weights of a side that are not as the model has them, {name: "is missing", ...}, missing ones
-        first."""
+        """Return {weight: fault} of a side's weights that do not fit the model: "is missing", another shape, or no
+        weight of the model. Missing weights come first."""
         wanted, ignored = self.wanted, getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
         known = {*wanted, *self.buffers, *self.tied}
         out = {n: "is missing" for n in wanted if self.name_in(side, n) is None}
@@ -122,10 +122,12 @@ class StreamedModel:
         return self._name_missing_parts(side, out)
 
     def _name_missing_parts(self, side: ModelSide, misfit: dict[str, str]) -> dict[str, str]:
-        """Return a misfit with the tensors of the Hub that are missing: without all of them, none was joined to the
-        parameters, and every parameter seems to be missing."""
+        """Return `misfit` with the missing Hub tensors named instead of the parameters that consist of them.
+
+        If a part is missing, no parts are joined to parameters, and every parameter seems to be missing.
+        """
         try:
-            views = relate(side.config, None).views if {"is missing", _UNKNOWN} <= set(misfit.values()) else {}
+            views = relate_to_hub(side.config, None).views if {"is missing", _UNKNOWN} <= set(misfit.values()) else {}
         except Unsupported:
             return misfit
         if not any(n in side.tensors and view.of != n for n, view in views.items()):
@@ -135,7 +137,7 @@ class StreamedModel:
         return out | {n: how for n, how in misfit.items() if how != "is missing" and n not in views}
 
     def refuse_misfit(self, side: ModelSide, misfit: dict[str, str]) -> None:
-        """Refuse a config that is that of another model.
+        """Raise an error if the weights of a side do not fit the model.
 
         Args:
             misfit: what `find_misfit` returned.
@@ -152,8 +154,12 @@ class StreamedModel:
             )
 
     def run(self, side: ModelSide, inputs: ModelInputs, sink: Sink) -> torch.Tensor:
-        """Compute the model on a batch, and return its logits, on the CPU; or its last hidden states, where it has no
+        """Run the model on a batch and return its logits on the CPU, in float32; the last hidden states if it has no
         output layer.
+
+        Args:
+            side: where the weights are read from.
+            sink: called with the outputs of each layer.
 
         Raises:
             Unsupported: the model uses a weight outside the layer that it belongs to, or needs other inputs.
@@ -184,24 +190,25 @@ class StreamedModel:
         return found
 
     def place(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return tensors on the device of the model, {name of an argument: tensor}; numbers in its dtype."""
+        """Return the arguments of the model, {name: tensor}, on its device; floating-point tensors are cast to its
+        dtype."""
         return {k: v.to(self.device, self.dtype if v.is_floating_point() else v.dtype) for k, v in given.items()}
 
     @contextmanager
     def reading_from(self, side: ModelSide, sink: Sink) -> Iterator[None]:
-        """While the block runs, read the weights of a layer from a side when it is computed, and give `sink` what it
-        returns."""
+        """Within the `with` block, read the weights of each layer from `side` when the layer is computed, release them
+        afterwards, and call `sink` with the layer's outputs."""
         import torch
 
         calls: dict[str, int] = {}
         handles = []
 
         def before(name: str) -> Any:
-            return lambda module, arguments: self._materialise(side, name)
+            return lambda module, arguments: self._load_weights(side, name)
 
         def after(name: str, is_layer: bool) -> Any:
             def hook(module: Any, arguments: Any, output: Any) -> None:
-                self._let_go(name)
+                self._release_weights(name)
                 if is_layer:
                     calls[name] = calls.get(name, 0) + 1
                     sink(name if calls[name] == 1 else f"{name}#{calls[name]}", list_tensors(output))
@@ -210,7 +217,7 @@ class StreamedModel:
 
         for name in self.layers:
             module = self.model.get_submodule(name)
-            is_layer = not _holds_layers(module) or _is_item(self.model, name)
+            is_layer = not _has_module_list(module) or _is_module_list_item(self.model, name)
             handles += [
                 module.register_forward_pre_hook(before(name)),
                 module.register_forward_hook(after(name, is_layer)),
@@ -222,10 +229,10 @@ class StreamedModel:
             for handle in handles:
                 handle.remove()
             for name in self.layers:
-                self._let_go(name)
+                self._release_weights(name)
 
-    def _materialise(self, side: ModelSide, layer: str) -> None:
-        """Read the weights of a layer into its parameters."""
+    def _load_weights(self, side: ModelSide, layer: str) -> None:
+        """Read the weights of a layer from a side into the module's parameters and buffers."""
         import torch
 
         for name, (module, key, buffer) in self.layers[layer].items():
@@ -243,8 +250,8 @@ class StreamedModel:
             else:
                 module._parameters[key] = torch.nn.Parameter(value, requires_grad=False)
 
-    def _let_go(self, layer: str) -> None:
-        """Let the weights of a layer go: one NaN stands for all elements."""
+    def _release_weights(self, layer: str) -> None:
+        """Free the weights of a layer: its parameters become expanded tensors of a single NaN."""
         import torch
 
         for module, key, buffer in self.layers[layer].values():
@@ -257,10 +264,10 @@ class StreamedModel:
             module._parameters[key] = torch.nn.Parameter(value, requires_grad=False)
 
     def _compute_buffers(self) -> None:
-        """Give every buffer its numbers, by transformers' own initialisation of modules.
+        """Compute every buffer with transformers' own initialisation of modules.
 
         Raises:
-            Unsupported: one stays without.
+            Unsupported: the initialisation leaves a non-persistent buffer unset.
         """
         import torch
 
@@ -268,10 +275,10 @@ class StreamedModel:
             module._is_hf_initialized = False
             for key, value in module._buffers.items():
                 if value is not None:
-                    module._buffers[key] = torch.full_like(value, _unset(value), device=self.device)
+                    module._buffers[key] = torch.full_like(value, _unset_value(value), device=self.device)
         self.model.initialize_weights()
         for name, value in self.model.named_buffers():
-            unset = value.isnan() if value.is_floating_point() else value == _unset(value)
+            unset = value.isnan() if value.is_floating_point() else value == _unset_value(value)
             if value.dtype != torch.bool and value.numel() and bool(unset.all()) and not self._is_persistent(name):
                 raise Unsupported(
                     f'transformers does not say how {type(self.model).__name__} computes "{name}".', code="CKPT0333"
@@ -283,7 +290,13 @@ class StreamedModel:
         return key not in self.model.get_submodule(parent)._non_persistent_buffers_set
 
     def _find_layers(self, name: str, module: Any, seen: set[int]) -> None:
-        """Find the layers of a module, in `layers`; a module that holds some has its own parameters beside them."""
+        """Add the layers of a module to `layers`: the items of module lists, and submodules without lists. A module
+        with a list in it is an entry with the parameters of its own.
+
+        Args:
+            name: the module's path.
+            seen: ids of the modules that were visited.
+        """
         import torch
 
         if id(module) in seen:
@@ -292,17 +305,17 @@ class StreamedModel:
         below = f"{name}." if name else ""
         if isinstance(module, torch.nn.ModuleList):
             for key, child in module.named_children():
-                self.layers[below + key] = dict(self._list_places(below + key, child, deep=True))
-        elif _holds_layers(module):
-            self.layers[name] = dict(self._list_places(name, module, deep=False))
+                self.layers[below + key] = dict(self._list_parameter_places(below + key, child, deep=True))
+        elif _has_module_list(module):
+            self.layers[name] = dict(self._list_parameter_places(name, module, deep=False))
             for key, child in module.named_children():
                 self._find_layers(below + key, child, seen)
         elif any(True for _ in (*module.parameters(), *module.buffers())):
-            self.layers[name] = dict(self._list_places(name, module, deep=True))
+            self.layers[name] = dict(self._list_parameter_places(name, module, deep=True))
 
-    def _list_places(self, name: str, module: Any, deep: bool) -> Iterator[tuple[str, tuple[Any, str, bool]]]:
-        """Yield (name, where it is) of the parameters and persistent buffers of a module; with `deep`, of those inside
-        it, too."""
+    def _list_parameter_places(self, name: str, module: Any, deep: bool) -> Iterator[tuple[str, tuple[Any, str, bool]]]:
+        """Yield (name, (module, attribute, whether it is a buffer)) of the parameters and persistent buffers of a
+        module; with `deep`, also of its submodules."""
         for path, inner in module.named_modules(prefix=name) if deep else ((name, module),):
             below = f"{path}." if path else ""
             for key, value in inner._parameters.items():
@@ -314,7 +327,7 @@ class StreamedModel:
 
 
 def list_tensors(output: Any) -> list[torch.Tensor]:
-    """List the floating-point tensors in what a module returned: a tensor, or a nest of tuples and dicts."""
+    """List the floating-point tensors in the output of a module: a tensor, or nested tuples, lists and dicts."""
     import torch
 
     if isinstance(output, torch.Tensor):
@@ -323,22 +336,22 @@ def list_tensors(output: Any) -> list[torch.Tensor]:
     return [t for x in inside for t in list_tensors(x)]
 
 
-def _holds_layers(module: Any) -> bool:
-    """Tell whether a module has a ModuleList somewhere below it."""
+def _has_module_list(module: Any) -> bool:
+    """Tell whether a module is a ModuleList or contains one at any depth."""
     import torch
 
     return any(isinstance(m, torch.nn.ModuleList) for m in module.modules())
 
 
-def _is_item(model: Any, name: str) -> bool:
-    """Tell whether the module of this name is a child of a ModuleList."""
+def _is_module_list_item(model: Any, name: str) -> bool:
+    """Tell whether the module of this name is an item of a ModuleList."""
     import torch
 
     return isinstance(model.get_submodule(name.rpartition(".")[0]), torch.nn.ModuleList)
 
 
-def _unset(value: torch.Tensor) -> float | int | bool:
-    """Return the number that stands for "not computed" in a buffer of this dtype."""
+def _unset_value(value: torch.Tensor) -> float | int | bool:
+    """Return the value that marks a buffer of this dtype as not yet computed: NaN, False, or the smallest integer."""
     import torch
 
     if value.is_floating_point():

@@ -27,8 +27,8 @@ __all__ = [
     "as_integers",
     "block_slices",
     "dtype_epsilon",
+    "find_unequal_elements",
     "is_floating",
-    "unequal_mask",
 ]
 
 #: Of a larger tensor the kind is inferred from this many elements.
@@ -70,9 +70,9 @@ def as_integers(x: Array) -> Array:
     return x.view(f"u{size}") if size in (1, 2, 4, 8) else x.view(f"V{size}")
 
 
-def unequal_mask(a: Array, b: Array) -> Any:
-    """Return a boolean array of where elements differ: by their bits, or by value if the dtypes differ (NaN equals NaN
-    then)."""
+def find_unequal_elements(a: Array, b: Array) -> Any:
+    """Return a boolean array that is True where elements differ: by their bits, or by value if the dtypes differ (then
+    NaN equals NaN)."""
     import numpy as np
 
     if a.dtype == b.dtype:
@@ -84,7 +84,7 @@ def unequal_mask(a: Array, b: Array) -> Any:
 
 def are_same_bits(a: Array, b: Array) -> bool:
     """Tell whether two arrays have one shape and no differing element."""
-    return a.shape == b.shape and not unequal_mask(a, b).any()
+    return a.shape == b.shape and not find_unequal_elements(a, b).any()
 
 
 def as_float64(x: Array) -> Array:

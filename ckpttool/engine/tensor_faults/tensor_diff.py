@@ -28,8 +28,8 @@ from .tensor_bits import (
     as_integers,
     block_slices,
     dtype_epsilon,
+    find_unequal_elements,
     is_floating,
-    unequal_mask,
 )
 from .tensor_kinds import TensorKind
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from .tensor_bits import Array
 
-__all__ = ["LIMIT", "VAGUE", "TensorDiff", "compare_tensors", "differs_in", "find_rounded_dtype"]
+__all__ = ["LIMIT", "VAGUE", "TensorDiff", "compare_tensors", "differ_in_box", "find_rounded_dtype"]
 
 _FEW = 4
 
@@ -72,22 +72,24 @@ class TensorDiff:
 
     @property
     def kind(self) -> str:
-        """The name of the way in which it differs, with the dtype that it was rounded to: "rounded-bfloat16"."""
+        """The name of the kind of difference; for rounded values, with the dtype that they were rounded to:
+        "rounded-bfloat16"."""
         return self.way.label + (f"-{self.detail['dtype']}" if self.way is TensorKind.ROUNDED else "")
 
 
 def compare_tensors(reference: Array, got: Array, has_heads: bool = True) -> TensorDiff | None:
-    """Find how `got` differs from `reference`, arrays of one shape; None if they are equal.
+    """Describe how `got` differs from `reference`, two arrays of one shape; None if they are equal.
 
-    `has_heads` is False where the tensor is known to have no heads of attention, so that no order of rows is one of
-    rope.
+    Args:
+        has_heads: False if the tensor is known to have no attention heads, so that rows in another order are not
+            explained by rope.
 
     Raises:
         ValueError: the shapes are not the same.
     """
     if reference.shape != got.shape:
         raise ValueError(f"shapes {reference.shape} and {got.shape}")
-    a, b = _contiguous(reference), _contiguous(got)
+    a, b = _make_contiguous(reference), _make_contiguous(got)
     extent = _find_extent(a, b)
     if extent is None:
         if a.dtype == b.dtype:
@@ -106,11 +108,13 @@ def compare_tensors(reference: Array, got: Array, has_heads: bool = True) -> Ten
     return found
 
 
-def differs_in(a: Array, b: Array, box: tuple[slice, ...]) -> bool:
-    """Tell whether two arrays of one shape differ in a part of them, given by a slice for each dimension; another dtype
-    alone is no difference."""
+def differ_in_box(a: Array, b: Array, box: tuple[slice, ...]) -> bool:
+    """Tell whether two arrays of one shape differ in a box, given by one slice per dimension. If the dtypes differ, `a`
+    is cast to that of `b` first."""
     x, y = a[box], b[box]
-    return bool(unequal_mask(_cast_quietly(x, y.dtype) if _is_real_float(x) and _is_real_float(y) else x, y).any())
+    return bool(
+        find_unequal_elements(_cast_quietly(x, y.dtype) if _is_real_float(x) and _is_real_float(y) else x, y).any()
+    )
 
 
 def _is_real_float(x: Array) -> bool:
@@ -127,12 +131,12 @@ def _cast_quietly(x: Array, dtype: dtype[Any]) -> Array:
 
 
 def _describe_diff(a: Array, b: Array, extent: tuple[int, int, int], has_heads: bool, note: str = "") -> TensorDiff:
-    """Describe how two arrays of one shape differ, once it is known where.
+    """Describe the difference of two arrays of one shape.
 
     Args:
         extent: (first flat index, last flat index, number) of differing elements.
-        has_heads: whether the tensor may have heads of attention.
-        note: is put at the end of the text.
+        has_heads: whether the tensor may have attention heads.
+        note: appended to the text.
     """
     import numpy as np
 
@@ -182,8 +186,8 @@ _PLACED = _ROWS | {
 }
 
 
-def _contiguous(x: Array) -> Array:
-    """Make an array contiguous; a 0-dim one stays 0-dim."""
+def _make_contiguous(x: Array) -> Array:
+    """Return an array in row-major order; a 0-dim array stays 0-dim."""
     import numpy as np
 
     return np.ascontiguousarray(x).reshape(np.shape(x))  # a 0-dim array stays one
@@ -198,7 +202,7 @@ def _find_extent(a: Array, b: Array) -> tuple[int, int, int] | None:
     first = last = -1
     count = 0
     for part in block_slices(len(x)):
-        where = np.flatnonzero(unequal_mask(x[part], y[part]))
+        where = np.flatnonzero(find_unequal_elements(x[part], y[part]))
         if len(where):
             first = part.start + int(where[0]) if first < 0 else first
             last = part.start + int(where[-1])
@@ -207,11 +211,11 @@ def _find_extent(a: Array, b: Array) -> tuple[int, int, int] | None:
 
 
 def _find_kind(pair: ArrayPair) -> Found:
-    """Find the most specific kind of difference that is true of every differing element."""
+    """Return the most specific kind of difference that applies to every differing element."""
     for rule in (_find_signed_zeros, _find_rounded, _find_zeros, _find_identity, _find_constant):
         if found := rule(pair):
             return found
-    if found := _find_bfloat16_steps(pair.x, pair.y):
+    if found := _find_truncated_bfloat16(pair.x, pair.y):
         return found
     if pair.count <= _FEW and pair.a.size > 4 * _FEW:
         return _list_elements(pair)
@@ -228,8 +232,8 @@ def _find_kind(pair: ArrayPair) -> Found:
     return _list_elements(pair) if pair.count <= _FEW else tensor_values.measure_distance(pair)
 
 
-def _half_dtypes() -> dict[str, dtype[Any]]:
-    """Return {name: numpy dtype} of the floating dtypes with 16 bits."""
+def _list_half_dtypes() -> dict[str, dtype[Any]]:
+    """Return {name: numpy dtype} of the floating-point dtypes with 16 bits."""
     import ml_dtypes
     import numpy as np
 
@@ -237,13 +241,14 @@ def _half_dtypes() -> dict[str, dtype[Any]]:
 
 
 def _find_rounded(pair: ArrayPair) -> Found | None:
-    """Find whether values are the reference's rounded to a narrower dtype, or to the digits of one; None if not."""
+    """Find whether values are the reference's rounded to a narrower dtype, or to the precision of bfloat16, float16 or
+    tf32; None if not."""
     import numpy as np
 
     x, y = pair.x, pair.y
     if not _is_real_float(x) or not _is_real_float(y) or x.dtype.itemsize < y.dtype.itemsize:
         return None
-    for name, dtype in (_half_dtypes() if x.dtype == y.dtype else {y.dtype.name: y.dtype}).items():
+    for name, dtype in (_list_half_dtypes() if x.dtype == y.dtype else {y.dtype.name: y.dtype}).items():
         if dtype == x.dtype:
             continue
         if all(are_same_bits(x[p].astype(dtype).astype(y.dtype), y[p]) for p in block_slices(len(x))):
@@ -260,8 +265,8 @@ def _find_rounded(pair: ArrayPair) -> Found | None:
 
 
 def _is_rounded_to_tf32(x: Array, y: Array) -> bool:
-    """Tell whether each value of `y` is one of the two numbers of 10 bits of mantissa next to that of `x`, both of
-    float32; to the nearest or cut off, as GPUs and libraries do."""
+    """Tell whether all values of `y` are those of `x` rounded to tf32 (10 bits of mantissa) in one way: truncated, to
+    nearest with ties up, or to nearest with ties to even. Both are float32."""
     import numpy as np
 
     exact, found = as_integers(x).astype(np.int64), as_integers(y).astype(np.int64)
@@ -271,12 +276,12 @@ def _is_rounded_to_tf32(x: Array, y: Array) -> bool:
     return bool((found == low).all() or (found == near).all() or (found == even).all())
 
 
-def _find_bfloat16_steps(x: Array, y: Array) -> Found | None:
-    """Find whether each value of `y` is one of the two bfloat16 numbers next to that of `x`: cut off, or rounded at
-    random; None if not."""
+def _find_truncated_bfloat16(x: Array, y: Array) -> Found | None:
+    """Find whether all values of `y` are the bfloat16 number next to that of `x`, below or above in magnitude:
+    truncated, or rounded stochastically; None if not."""
     import numpy as np
 
-    if x.dtype != np.float32 or y.dtype not in (x.dtype, _half_dtypes()["bfloat16"]):
+    if x.dtype != np.float32 or y.dtype not in (x.dtype, _list_half_dtypes()["bfloat16"]):
         return None
     up = False
     for p in block_slices(len(x)):
@@ -295,12 +300,12 @@ def _find_bfloat16_steps(x: Array, y: Array) -> Found | None:
 
 
 def find_rounded_dtype(a: Array, b: Array) -> dtype[Any] | None:
-    """Find a 16-bit float dtype that all values of `b` have been rounded to, and those of `a` have not; None if there
-    is none."""
+    """Return the 16-bit float dtype that all values of `b` are rounded to while those of `a` are not; None if there is
+    none."""
     if not _is_real_float(a) or not _is_real_float(b):
         return None
     x, y = a.reshape(-1), b.reshape(-1)
-    for dtype in _half_dtypes().values():
+    for dtype in _list_half_dtypes().values():
         if dtype.itemsize < a.dtype.itemsize and all(
             are_same_bits(_cast_quietly(_cast_quietly(y[p], dtype), y.dtype), y[p]) for p in block_slices(len(y))
         ):
@@ -320,7 +325,8 @@ def _find_signed_zeros(pair: ArrayPair) -> Found | None:
 
 
 def _find_zeros(pair: ArrayPair) -> Found | None:
-    """Find whether the differing elements are zeros: all, whole rows, or a range; None if not."""
+    """Find whether every element from the first difference to the last is zero: the whole tensor, whole rows, or a
+    range; None if not."""
     import numpy as np
 
     a, b, first, last = pair.a, pair.b, pair.first, pair.last
@@ -344,7 +350,10 @@ def _find_zeros(pair: ArrayPair) -> Found | None:
                 {**detail, "last": True},
             )
         return Found(TensorKind.ZERO_ROWS, f"has zeros in rows {low}:{high} of {a.shape[0]}", detail)
-    if np.count_nonzero(unequal_mask(a.reshape(-1)[first : last + 1], flat[first : last + 1])) * 2 < last + 1 - first:
+    if (
+        np.count_nonzero(find_unequal_elements(a.reshape(-1)[first : last + 1], flat[first : last + 1])) * 2
+        < last + 1 - first
+    ):
         return None  # zeros here and there are no range
     return Found(
         TensorKind.ZERO_RANGE, f"has zeros in elements {first}:{last + 1} of {a.size}", {"range": (first, last + 1)}
@@ -352,8 +361,8 @@ def _find_zeros(pair: ArrayPair) -> Found | None:
 
 
 def _find_scattered_zeros(pair: ArrayPair) -> Found | None:
-    """Find whether every differing element is zero, here and there: small numbers that underflowed, or what was pruned;
-    None if not."""
+    """Find whether the differing elements are all zero, scattered over the tensor, as after underflow or pruning; None
+    if not."""
     import numpy as np
 
     if pair.count <= _FEW or not _is_real_float(pair.y):
@@ -361,7 +370,7 @@ def _find_scattered_zeros(pair: ArrayPair) -> Found | None:
     lost, largest, smallest = 0, 0.0, np.inf
     for p in block_slices(len(pair.x)):
         x, y = pair.x[p], pair.y[p]
-        wrong = unequal_mask(x, y)
+        wrong = find_unequal_elements(x, y)
         if y[wrong].any():
             return None
         sizes = abs(as_float64(x))
@@ -387,7 +396,7 @@ def _find_identity(pair: ArrayPair) -> Found | None:
 
 
 def _find_mean_rows(pair: ArrayPair) -> Found | None:
-    """Find whether the differing rows, all of them, are the mean of the others, as new rows of a vocabulary may be set;
+    """Find whether all differing rows are the mean of the other rows, as new rows of a vocabulary may be initialised;
     None if not."""
     import numpy as np
 
@@ -411,7 +420,12 @@ def _find_mean_rows(pair: ArrayPair) -> Found | None:
 def _find_constant(pair: ArrayPair) -> Found | None:
     """Find whether one value stands in every differing element, where the reference has several; None if not."""
     x, y = pair.x, pair.y
-    if len(y) < 2 or pair.count < 2 or unequal_mask(y[1:], y[:-1]).any() or not unequal_mask(x[1:], x[:-1]).any():
+    if (
+        len(y) < 2
+        or pair.count < 2
+        or find_unequal_elements(y[1:], y[:-1]).any()
+        or not find_unequal_elements(x[1:], x[:-1]).any()
+    ):
         return None
     value = y[0].item()
     return Found(TensorKind.CONSTANT, f"is {value:g} in every element, as if newly initialised", {"value": value})
@@ -425,7 +439,7 @@ def _list_elements(pair: ArrayPair) -> Found:
     x, y = a.reshape(-1), pair.b.reshape(-1)
     where: list[int] = []
     for part in block_slices(len(x)):
-        where += [part.start + int(i) for i in np.flatnonzero(unequal_mask(x[part], y[part]))]
+        where += [part.start + int(i) for i in np.flatnonzero(find_unequal_elements(x[part], y[part]))]
     texts, listed = [], []
     for i in where:
         index = [int(k) for k in np.unravel_index(i, a.shape)] if a.ndim else []

@@ -70,11 +70,10 @@ class TensorKind(Enum):
 
     @property
     def sentence(self) -> str:
-        """What a cause of this kind says."""
+        """A sentence about the kind, for the description of a cause: "A tensor is all zeros." """
         return f"A tensor {self.phrase}."
 
     @property
     def explains(self) -> None:
-        """The topics that a cause of this kind explains: always None, for those of its tensors (weights or
-        optimizer)."""
+        """Always None: a cause of this kind explains the topic of its tensors (weights or optimizer)."""
         return None

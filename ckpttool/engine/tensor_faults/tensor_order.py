@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...printable import count_noun
-from .tensor_bits import LIMIT, ArrayPair, Found, are_same_bits, as_integers, unequal_mask
+from .tensor_bits import LIMIT, ArrayPair, Found, are_same_bits, as_integers, find_unequal_elements
 from .tensor_kinds import TensorKind
 
 if TYPE_CHECKING:
@@ -81,7 +81,10 @@ def _find_shifted(pair: ArrayPair) -> Found | None:
     most = min(_SHIFTS, n // 4)
     # the first element alone rules out nearly all shifts
     after = slice(first + 1, first + 1 + most)
-    ruled_out = {1: unequal_mask(y[after], x[first : first + 1]), -1: unequal_mask(x[after], y[first : first + 1])}
+    ruled_out = {
+        1: find_unequal_elements(y[after], x[first : first + 1]),
+        -1: find_unequal_elements(x[after], y[first : first + 1]),
+    }
     for k in range(1, most + 1):
         for sign in (1, -1):
             if ruled_out[sign][k - 1]:
@@ -94,7 +97,7 @@ def _find_shifted(pair: ArrayPair) -> Found | None:
                     break
             else:
                 # a constant stretch is equal to itself at any distance
-                if unequal_mask(y[s + 1 : s + size], y[s : s + size - 1]).any():
+                if find_unequal_elements(y[s + 1 : s + size], y[s : s + size - 1]).any():
                     toward = "end" if sign > 0 else "beginning"
                     row = a.size // a.shape[0]
                     by, unit = (k // row, "row") if row > 1 and k % row == 0 else (k, "element")
@@ -184,16 +187,16 @@ def _find_moved_slices(pair: ArrayPair, axis: int) -> Found | None:
 def _describe_order(
     order: list[int], wrong: list[int], what: str, kinds: _OrderKinds, again: bool, unique: bool, heads: bool
 ) -> Found | None:
-    """Describe an order of rows; None if there is nothing to be said about it.
+    """Describe rows that are in another order; None if the order has no description.
 
     Args:
         order: row k is the reference's row order[k].
         wrong: the rows that are not in their place.
         what: "rows", "columns" or "elements".
         kinds: the kinds of differences for these.
-        again: whether every row of the reference is still there.
-        unique: whether, besides, no two of its rows are equal.
-        heads: whether the tensor may have heads, of which rope needs another order.
+        again: whether every row of the reference is still present.
+        unique: whether, besides, no two rows of the reference are equal.
+        heads: whether the tensor may have attention heads, whose rows rope may reorder.
     """
     if unique and heads and (rope := _match_rope(order)):
         size, low, high, toward = rope
@@ -204,7 +207,7 @@ def _describe_order(
             "rope",
             {"head": size, "toward": toward},
         )
-    runs = _consecutive_runs(wrong, order)
+    runs = _find_consecutive_runs(wrong, order)
     if again and len(runs) == 2 and runs[0][:2] == runs[1][2:] and runs[0][2:] == runs[1][:2]:
         (p, q, r, s), _ = runs
         return Found(kinds.exchanged, f"has {what} {p}:{q} and {r}:{s} exchanged", {"ranges": [(p, q), (r, s)]})
@@ -233,15 +236,17 @@ def _describe_order(
         text += f": the {what} of a fused weight merged or split without regard to its parts"
         return Found(kinds.interleaved, text, {"parts": lengths, "pieces": pieces})
     text = f"has the reference's {what} in another order, {len(wrong)} of {len(order)} elsewhere"
-    if size := _moved_block_size(order):
+    if size := _find_moved_block_size(order):
         text += f", in blocks of {size}"
     return Found(kinds.permuted, text, {"order": order[:64]})
 
 
-def _moved_block_size(order: list[int]) -> int:
-    """Return the number of rows of blocks, such as heads, that are in another order as a whole; 0 if single rows are.
+def _find_moved_block_size(order: list[int]) -> int:
+    """Return the largest size of blocks of rows, such as heads, that are only moved as units; 0 if single rows are
+    moved.
 
-    Row k is the reference's row order[k].
+    Args:
+        order: row k is the reference's row order[k].
     """
     n = len(order)
     for size in (k for k in range(n // 2, 1, -1) if n % k == 0):
@@ -253,11 +258,13 @@ def _moved_block_size(order: list[int]) -> int:
     return 0
 
 
-def _consecutive_runs(wrong: list[int], order: list[int]) -> list[tuple[int, int, int, int]]:
-    """Return the ranges of rows that are consecutive in the reference, too: [(first, end, first in the reference, end
-    there)].
+def _find_consecutive_runs(wrong: list[int], order: list[int]) -> list[tuple[int, int, int, int]]:
+    """Return the ranges of misplaced rows that are consecutive in the reference, too: [(first, end, first in the
+    reference, end in the reference)].
 
-    `wrong` are the rows that are not in their place; row k is the reference's row order[k].
+    Args:
+        wrong: the rows that are not in their place.
+        order: row k is the reference's row order[k].
     """
     out: list[list[int]] = []
     for i in wrong:
@@ -270,11 +277,13 @@ def _consecutive_runs(wrong: list[int], order: list[int]) -> list[tuple[int, int
 
 
 def _match_rope(order: list[int]) -> tuple[int, int, int, str] | None:
-    """Find whether rows are reordered within heads, from halves to interleaved pairs or back: (rows of a head, first
-    row, end, direction in words).
+    """Find whether rows are reordered within heads from halves to interleaved pairs or back, and return (rows per head,
+    first row, end, direction in words); None if not.
 
-    None if not. Heads may be left as they are, such as those of v in a fused weight of q, k and v. Row k is the
-    reference's row order[k].
+    Some heads may be unchanged, such as those of v in a fused weight of q, k and v.
+
+    Args:
+        order: row k is the reference's row order[k].
     """
     n = len(order)
     for size in range(4, n + 1, 2):
@@ -294,11 +303,14 @@ def _match_rope(order: list[int]) -> tuple[int, int, int, str] | None:
 
 
 def _match_interleaved(order: list[int]) -> tuple[list[int], int, bool] | None:
-    """Find whether 2 to 4 parts of a fused weight are cut into pieces on one side: (rows of each part, pieces, whether
-    they are cut in this tensor and not in the reference).
+    """Find whether 2 to 4 parts of a fused weight are cut into interleaved pieces on one side, and return (rows of each
+    part, number of pieces, whether this tensor has the pieces and not the reference); None if not.
 
-    None if not. Row k is the reference's row order[k]. [q, k, v] of two tensor-parallel shards, one after the other,
-    are q0 k0 v0 q1 k1 v1; part by part they are q0 q1 k0 k1 v0 v1.
+    Two tensor-parallel shards of [q, k, v], concatenated, are q0 k0 v0 q1 k1 v1; part by part they are q0 q1 k0 k1 v0
+    v1.
+
+    Args:
+        order: row k is the reference's row order[k].
     """
     back = [0] * len(order)
     for k, i in enumerate(order):

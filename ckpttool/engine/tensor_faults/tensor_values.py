@@ -103,15 +103,16 @@ def _sum_pair(pair: ArrayPair) -> _Sums:
     return _Sums(sum_x, sum_y, sum_xy, apart, largest, count)
 
 
-def _holds_everywhere(
+def _formula_holds_everywhere(
     pair: ArrayPair, formula: Callable[[Array], Array], fine: float, apart: Callable[[Array], Array] = abs
 ) -> bool:
-    """Tell whether every element is formula(reference) but for rounding.
+    """Tell whether every element equals formula(reference) up to rounding.
 
     Args:
-        formula: is applied to an array of reference values.
+        formula: applied to an array of reference values.
         fine: relative tolerance.
-        apart: returns the sizes that `fine` is relative to, for an array of the formula's values; by default these.
+        apart: returns the magnitudes that `fine` is relative to, for an array of the formula's values; by default their
+            absolute values.
     """
     import numpy as np
 
@@ -144,8 +145,11 @@ def find_formula(pair: ArrayPair) -> Found | None:
 
 
 def _find_factor(pair: ArrayPair, u: Array, v: Array) -> Found | None:
-    """Find whether values are the reference's times a factor; None if not. `u` and `v` are the first elements of both,
-    in float64."""
+    """Find whether values are the reference's times a factor; None if not.
+
+    Args:
+        u, v: the first elements of the reference and of the tensor, in float64.
+    """
     import numpy as np
 
     sums, fine = _sum_pair(pair), _rounding_tolerance(pair)
@@ -155,7 +159,7 @@ def _find_factor(pair: ArrayPair, u: Array, v: Array) -> Found | None:
     floor = float(abs(u).max()) * abs(factor) * 1e-12 / fine
     if abs(factor - 1.0) <= 4 * fine or abs(factor) < 1e-12 or len(np.unique(abs(u))) < 2:
         return None
-    if not _holds_everywhere(pair, lambda u: factor * u, fine, lambda v: abs(v) + floor):
+    if not _formula_holds_everywhere(pair, lambda u: factor * u, fine, lambda v: abs(v) + floor):
         return None
     if abs(factor - round(factor)) <= fine:
         factor = float(round(factor))
@@ -213,7 +217,7 @@ def _find_offset(pair: ArrayPair, u: Array, v: Array) -> Found | None:
     certain = 25 * fine * largest
     if not abs(offset) > certain or not u.max() - u.min() > certain or len(np.unique(u)) < _LEAST:
         return None
-    if not _holds_everywhere(pair, lambda u: u + offset, fine, lambda v: abs(v) + 2 * abs(offset)):
+    if not _formula_holds_everywhere(pair, lambda u: u + offset, fine, lambda v: abs(v) + 2 * abs(offset)):
         return None
     text = f"holds the reference's values {'plus' if offset > 0 else 'minus'} {abs(offset):g}"
     return Found(TensorKind.OFFSET, text, {"offset": offset})
@@ -232,7 +236,9 @@ def _find_power(pair: ArrayPair, u: Array, v: Array) -> Found | None:
 
     def fits(formula: Callable[[Array], Array]) -> bool:
         # near 1, rounding hides which power it is
-        return bool((abs(formula(u) - u) > 4 * fine * abs(u)).mean() > 0.5) and _holds_everywhere(pair, formula, fine)
+        return bool((abs(formula(u) - u) > 4 * fine * abs(u)).mean() > 0.5) and _formula_holds_everywhere(
+            pair, formula, fine
+        )
 
     if not (u < 0).any() and fits(np.sqrt):
         return Found(TensorKind.ROOT, "holds the square root of the reference's values")
@@ -242,10 +248,11 @@ def _find_power(pair: ArrayPair, u: Array, v: Array) -> Found | None:
 
 
 def _find_exponential(pair: ArrayPair, u: Array, v: Array) -> Found | None:
-    """Find whether values are the exponential or the logarithm of the reference's, perhaps with a minus, as of state
-    spaces that keep A_log for A = -exp(A_log); None if not.
+    """Find whether values are the exponential or the logarithm of the reference's, possibly negated, as in state space
+    models that keep A_log for A = -exp(A_log); None if not.
 
-    `u` and `v` are the first elements of the reference and of the tensor, in float64.
+    Args:
+        u, v: the first elements of the reference and of the tensor, in float64.
     """
     import numpy as np
 
@@ -260,7 +267,7 @@ def _find_exponential(pair: ArrayPair, u: Array, v: Array) -> Found | None:
     fine = 4 * _rounding_tolerance(pair)
     for kind, what, formula in formulas:
         # near 0 a logarithm has few digits
-        if _holds_everywhere(pair, formula, fine, lambda v: abs(v) + 1e-3):
+        if _formula_holds_everywhere(pair, formula, fine, lambda v: abs(v) + 1e-3):
             return Found(kind, f"holds {what}, as between A and A_log")
     return None
 
@@ -278,10 +285,10 @@ def _find_quantisation(pair: ArrayPair, u: Array, v: Array) -> Found | None:
     for block in (len(v), *sorted(rows | {1 << k for k in range(5, 13)}, reverse=True)):
         if block > len(v) or block < 3:
             continue
-        x, y = _relative_to_block_max(u, block), _relative_to_block_max(v, block)
+        x, y = _divide_by_block_max(u, block), _divide_by_block_max(v, block)
         levels = _count_distinct(y)
         few = levels <= _EIGHT and len(v) >= _MANY and _count_distinct(x) > 2 * levels
-        if few or any(_are_whole_parts(y, most) and not _are_whole_parts(x, most) for most in (7, 127)):
+        if few or any(_are_integer_multiples(y, most) and not _are_integer_multiples(x, most) for most in (7, 127)):
             width = 4 if levels <= 16 and few else 8
             whose = "the tensor" if block == len(v) else f"each block of {block}"
             text = f"holds the reference's values quantised to {width} bits, relative to the largest of {whose}"
@@ -289,11 +296,9 @@ def _find_quantisation(pair: ArrayPair, u: Array, v: Array) -> Found | None:
     return None
 
 
-def _relative_to_block_max(x: Array, block: int) -> Array:
-    """Return the absolute values of a 1-d array, divided by the largest of their block; the last block may be shorter.
-
-    `block` is the number of elements.
-    """
+def _divide_by_block_max(x: Array, block: int) -> Array:
+    """Return the absolute values of a 1-d array, each divided by the largest absolute value of its block of `block`
+    elements; the last block may be shorter."""
     import numpy as np
 
     rows = abs(np.pad(x, (0, -len(x) % block))).reshape(-1, block)
@@ -301,8 +306,9 @@ def _relative_to_block_max(x: Array, block: int) -> Array:
     return (rows / np.where(scale > 0, scale, 1)).reshape(-1)[: len(x)]
 
 
-def _are_whole_parts(x: Array, most: int) -> bool:
-    """Tell whether numbers from 0 to 1 are whole multiples of 1 / `most`; at least two must be neither 0 nor 1."""
+def _are_integer_multiples(x: Array, most: int) -> bool:
+    """Tell whether all numbers of `x` between 0 and 1 are integer multiples of 1 / `most`; False if fewer than two are
+    between 0 and 1."""
     import numpy as np
 
     inner = x[(x > 0) & (x < 1)] * most
@@ -319,7 +325,7 @@ def _count_distinct(x: Array) -> int:
 
 
 def measure_distance(pair: ArrayPair) -> Found:
-    """Describe how far apart the values of two arrays are, where no formula fits: close, or unrelated."""
+    """Describe the distance between two arrays where no formula fits: close, or unrelated."""
     sums = _sum_pair(pair)
     if not sums.count:
         return Found(TensorKind.UNRELATED, "has values that are not numbers")

@@ -46,8 +46,8 @@ class _Wrapped(NamedTuple):
 
 
 def has_lines_for_adapter(ckpt: Checkpoint, found: NameMap) -> bool:
-    """Tell whether a map is about the names of the adapter as they are, such as one that takes off a prefix; what it
-    keeps by `{*} = {*}` does not count."""
+    """Tell whether a map names the tensors of the adapter as they are, such as one that removes a prefix. Lines `{*} =
+    {*}`, which keep any name, do not count."""
     names = [t.local_name for t in ckpt.tensors.values() if t.component == "model"]
     for forward in (True, False):
         groups, unmatched = group_names(names, found, "model", forward)
@@ -58,17 +58,18 @@ def has_lines_for_adapter(ckpt: Checkpoint, found: NameMap) -> bool:
 
 
 def map_adapter(ckpt: Checkpoint, found: NameMap, of_optimizer: Iterable[str]) -> Checkpoint:
-    """Return a state with an adapter under the names of the other side of a map: weights, optimizer and param groups.
+    """Return a state whose adapter has the names of the other side of a map: weights, optimizer state and param groups.
 
     Args:
+        found: the map.
         of_optimizer: the names of the optimizer's parameters.
 
     Raises:
-        Unsupported: the map is not about a weight that has an adapter, or does more than rename it.
+        Unsupported: the map has no line for a weight that has an adapter, or does more than rename it.
     """
     of_model = (str(e.path[1]) for e in (*ckpt.tensors.values(), *ckpt.values.values()) if e.component == "model")
-    split = {n: _split_name(n) for n in sorted({*of_model, *of_optimizer})}
-    moved, forward = _map_base({w.base for w in split.values()}, found)
+    split = {n: _split_wrapped_name(n) for n in sorted({*of_model, *of_optimizer})}
+    moved, forward = _map_base_names({w.base for w in split.values()}, found)
     new: dict[str, str] = {}
     modules: dict[tuple[str, str], str] = {}
     for name, w in split.items():
@@ -90,7 +91,7 @@ def map_adapter(ckpt: Checkpoint, found: NameMap, of_optimizer: Iterable[str]) -
     return replace(out, origin={}, trainer=None, notes=[*out.notes, note])
 
 
-def _split_name(name: str) -> _Wrapped:
+def _split_wrapped_name(name: str) -> _Wrapped:
     """Split the name of a parameter at the module that PEFT wrapped."""
     head, root, inner = name.partition(lora.ROOT)
     prefix, inner = (head + root, inner) if root else ("", name)
@@ -102,12 +103,14 @@ def _split_name(name: str) -> _Wrapped:
     return _Wrapped(prefix, inner[: m.start()], inner[m.start() :], inner[m.end() :] if is_base else "weight")
 
 
-def _map_base(names: set[str], found: NameMap) -> tuple[dict[str, str], bool]:
-    """Map the weights of the base model by their names alone, to {name: new name}; and whether they are those on the
-    left side of the map.
+def _map_base_names(names: set[str], found: NameMap) -> tuple[dict[str, str], bool]:
+    """Map the names of the base model's weights.
+
+    Returns:
+        ({name: new name}, whether the names are those of the left side of the map).
 
     Raises:
-        Unsupported: they are those of neither side, or the map does more than rename one.
+        Unsupported: the names belong to neither side, or the map does more than rename a weight.
     """
     ways = {forward: group_names(sorted(names), found, "model", forward) for forward in (True, False)}
     forward = min(ways, key=lambda way: (len(ways[way][1]), -sum(g.literal for g in ways[way][0])))
@@ -121,9 +124,9 @@ def _map_base(names: set[str], found: NameMap) -> tuple[dict[str, str], bool]:
         )
     for group in groups:
         others = group.line.parts if group.from_whole else (group.line.whole,)
-        lefts = group.names.values() if forward else [t.named(group.numbers) for t in others if _renames(group)]
+        lefts = group.names.values() if forward else [t.named(group.numbers) for t in others if _is_pure_rename(group)]
         shifted = any(fnmatch.fnmatchcase(n, a.pattern) for a in found.added_one for n in lefts)
-        if not _renames(group) or shifted:
+        if not _is_pure_rename(group) or shifted:
             raise Unsupported(
                 f'"{group.first}" is more than renamed by the map {found.name}, which says {group.line}: its LoRA '
                 "cannot follow. Merge it first: `ckpttool adapter merge`.",
@@ -136,7 +139,7 @@ def _map_base(names: set[str], found: NameMap) -> tuple[dict[str, str], bool]:
     }, forward
 
 
-def _renames(group: TensorGroup) -> bool:
-    """Whether the line of a group gives its one tensor another name, and nothing else."""
+def _is_pure_rename(group: TensorGroup) -> bool:
+    """Tell whether the line of a group only renames its one tensor."""
     line = group.line
     return len(line.parts) == 1 and not line.stacked and line.parts[0].axes == line.whole.axes

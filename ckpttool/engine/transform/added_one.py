@@ -18,7 +18,7 @@ from ...errors import Unsupported, argument
 from ...index.checkpoint import FLOATING, ITEMSIZE, Checkpoint, Chunks, TensorEntry, joined
 from ...storage.source import Source
 from ..copy.dtypes import numpy_dtype
-from ..copy.stream import small
+from ..copy.stream import read_small_tensors
 
 if TYPE_CHECKING:
     from ..copy.dtypes import Array
@@ -32,18 +32,18 @@ FILE = "\0one added"
 def add_one_to_norms(
     ckpt: Checkpoint, source: Source, tensors: Mapping[str, TensorEntry], patterns: Iterable[str], by: int
 ) -> tuple[dict[str, TensorEntry], bytes, str]:
-    """Add `by`, which is 1 or -1, to weights, and to their masters (fp32 copies).
+    """Add `by`, which is 1 or -1, to the weights that match patterns and to their fp32 masters.
 
     Args:
-        tensors: {name: tensor} in which they are looked for.
+        tensors: {name: tensor}, in which the weights and masters are searched.
         patterns: globs of the weights' names, without "model.".
 
     Returns:
-        ({name: tensor in place of the old one}, the bytes of the file `FILE`, which is the next one of `ckpt`, a note,
-            "" where no name matches).
+        ({name: new tensor}, the bytes of the file `FILE`, which becomes the next file of `ckpt`, a note, "" where no
+            name matches).
 
     Raises:
-        Unsupported: such a weight is no floating-point tensor.
+        Unsupported: such a weight or master has no floating-point dtype.
     """
     import numpy as np
 
@@ -66,7 +66,7 @@ def add_one_to_norms(
         )
     every = [*weights.values(), *masters.values()]
     named = {joined(t.path): t for t in every}
-    data = small(replace(ckpt, tensors=named), source, named)
+    data = read_small_tensors(replace(ckpt, tensors=named), source, named)
 
     def numbers_of(t: TensorEntry) -> Array:
         return np.frombuffer(data[joined(t.path)], numpy_dtype(t.dtype))

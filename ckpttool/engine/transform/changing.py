@@ -17,11 +17,11 @@ from ...errors import Unsupported, UsageError, argument
 from ...huggingface import encodings
 from ...index import boxes
 from ...index.checkpoint import FLOATING, Checkpoint, Chunks, TensorEntry, joined, tied_weights
-from ...index.composites import composites
+from ...index.composites import find_composites
 from ...printable import count_noun, list_first
 from ...storage.overlay import ComputedSource
 from ...storage.source import Source
-from ..computed_files import BoxReader, ComputedFiles, cast_array, choose_page
+from ..computed_files import BoxReader, ComputedFiles, cast_array, choose_page_size
 
 if TYPE_CHECKING:
     from ..copy.dtypes import Array
@@ -46,18 +46,18 @@ class Page:
 def change_tensors(
     ckpt: Checkpoint, source: Source, beside: Source | None, changes: Mapping[str, Callable[[Page], Any]]
 ) -> tuple[Checkpoint, Source]:
-    """Put tensors that functions compute in the place of those whose names match; nothing is computed yet. Returns (the
+    """Replace the tensors whose names match by tensors that functions compute when they are read, and return (the new
     index, its files).
 
     Args:
         ckpt: the state, located.
         source: its files.
-        beside: the folder of the checkpoint, where a config may lie; None where it is one file among others.
-        changes: {glob of names: function}; of several that match, the last counts.
+        beside: the folder of the checkpoint, which may contain a config; None for a single-file checkpoint.
+        changes: {glob of names: function}; if several globs match a name, the last one counts.
 
     Raises:
-        UsageError: a pattern matches no name, or one of two tied weights alone.
-        Unsupported: a tensor holds codes.
+        UsageError: a pattern matches no name, or only one of two tied weights.
+        Unsupported: a tensor is a part of a quantised weight.
     """
     chosen: dict[str, Callable[[Page], Any]] = {}
     for pattern, function in changes.items():
@@ -77,12 +77,12 @@ def change_tensors(
                 "both with one function, so that they stay equal.",
                 code="CKPT0223",
             )
-    _refuse_codes(ckpt, beside, chosen)
+    _refuse_quantised_tensors(ckpt, beside, chosen)
     files, reader, tensors = ComputedFiles(ckpt), BoxReader(ckpt, source), dict(ckpt.tensors)
     for name in (n for n in chosen if n not in tied):
         t = ckpt.tensors[name]
         compute = _make_computation(reader, name, t, chosen[name])
-        place = files.add(f"{name} (changed)", t.dtype, t.shape, compute, choose_page([t]))
+        place = files.add(f"{name} (changed)", t.dtype, t.shape, compute, choose_page_size([t]))
         tensors[name] = replace(t, chunks=Chunks.whole(t.shape, *place), coding="raw")
     for name in (n for n in chosen if n in tied):
         tensors[name] = replace(tensors[tied[name]], path=ckpt.tensors[name].path)
@@ -107,14 +107,19 @@ def change_tensors(
     return out, ComputedSource(source, files.made, (), working)
 
 
-def _refuse_codes(ckpt: Checkpoint, beside: Source | None, chosen: Mapping[str, object]) -> None:
-    """Refuse tensors whose numbers mean something only together with others: codes, scales, parts of subclasses.
+def _refuse_quantised_tensors(ckpt: Checkpoint, beside: Source | None, chosen: Mapping[str, object]) -> None:
+    """Raise an error if a tensor is a part of a quantised weight or of a tensor subclass (codes, scales), whose numbers
+    mean nothing alone.
+
+    Args:
+        beside: the folder of the checkpoint; None for a single-file checkpoint.
+        chosen: {name of a tensor that is to be changed: its function}.
 
     Raises:
-        Unsupported: with the first one among `chosen`.
+        Unsupported: there is such a tensor; the message names the first.
     """
     codes = encodings.find_in_checkpoint(ckpt, encodings.read_quantization_config(ckpt, beside))
-    parts = {joined(t.path) for c in composites(ckpt).values() for t in c.tensors.values()}
+    parts = {joined(t.path) for c in find_composites(ckpt).values() for t in c.tensors.values()}
     for name in chosen:
         if name in parts or codes.describe(name):
             raise Unsupported(
@@ -127,29 +132,30 @@ def _refuse_codes(ckpt: Checkpoint, beside: Source | None, chosen: Mapping[str, 
 def _make_computation(
     reader: BoxReader, name: str, t: TensorEntry, function: Callable[[Page], Any]
 ) -> Callable[[int, int], Array]:
-    """Return what computes elements [first, end) of a tensor with a function of the caller."""
+    """Return a function (first, end) that computes these elements of a tensor with the caller's function."""
 
     def compute(first: int, end: int) -> Array:
         """Compute elements [first, end), box by box."""
         import numpy as np
 
-        out = [_apply(reader, name, t, function, box) for box in boxes.flat_to_boxes(t.shape, first, end)]
+        out = [_compute_box(reader, name, t, function, box) for box in boxes.flat_to_boxes(t.shape, first, end)]
         return out[0] if len(out) == 1 else np.concatenate(out)
 
     return compute
 
 
-def _apply(
+def _compute_box(
     reader: BoxReader,
     name: str,
     t: TensorEntry,
     function: Callable[[Page], Any],
     box: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> Array:
-    """Return what a function makes of a box (start, shape) of a tensor, as a flat array of the tensor's dtype.
+    """Call the caller's function with a box (start, shape) of a tensor, and return the result as a flat array of the
+    tensor's dtype.
 
     Raises:
-        UsageError: it returns another shape, or a dtype that is not cast.
+        UsageError: the function returns another shape, or a dtype that cannot be cast.
         Unsupported: a number does not fit into the dtype.
     """
     import numpy as np

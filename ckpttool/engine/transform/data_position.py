@@ -35,14 +35,17 @@ _OF_DATASET = frozenset(("dataset_state", "fetcher_state", "_index_sampler_state
 
 
 def move_data_position(ckpt: Checkpoint, ranks: int, world_size: int) -> tuple[Checkpoint, list[str]]:
-    """Give the data loaders of `ranks` ranks, of the `world_size` of the job, the position that those of the checkpoint
-    have.
+    """Redistribute the position of the checkpoint's data loaders over `ranks` ranks.
+
+    Args:
+        ranks: how many ranks of the new job read data.
+        world_size: the number of ranks of the new job.
 
     Returns:
-        (the state, notes): the same state where it has no loaders of ranks, as many as `ranks`, or where the position
-        cannot be moved exactly.
+        (the state, notes). The state is unchanged if it has no data loaders by rank, if their number is `ranks`, or if
+            the position cannot be moved exactly.
     """
-    loaders, prefix = _loaders_of_ranks(ckpt)
+    loaders, prefix = _collect_rank_loaders(ckpt)
     world = len(loaders)
     if world in (0, ranks):
         return ckpt, [] if loaders else _describe_other_positions(ckpt, ranks)
@@ -60,7 +63,7 @@ def move_data_position(ckpt: Checkpoint, ranks: int, world_size: int) -> tuple[C
             f"{ranks:,} ranks that read data cannot load them, and has to set its position itself{begin}"
         ]
     each = seen // ranks
-    values = {n: v for n, v in ckpt.values.items() if not _is_of_rank(v.path)}
+    values = {n: v for n, v in ckpt.values.items() if not _is_in_rank_loader(v.path)}
     origin = dict(ckpt.origin)
     for rank in range(ranks):
         key: int | str = f"{prefix}{rank}" if prefix is not None else rank
@@ -80,18 +83,19 @@ def move_data_position(ckpt: Checkpoint, ranks: int, world_size: int) -> tuple[C
     return replace(ckpt, values=values, origin=origin), [note]
 
 
-def _is_of_rank(path: Path) -> bool:
-    """Return whether a path is inside the state of one rank's data loader."""
+def _is_in_rank_loader(path: Path) -> bool:
+    """Tell whether a path is inside the state of one rank's data loader."""
     return path[0] == "dataloader" and len(path) > 2 and _RANK.fullmatch(str(path[1])) is not None
 
 
-def _loaders_of_ranks(ckpt: Checkpoint) -> tuple[list[dict[Path, Value]], str | None]:
-    """Return ({path inside it: value} of each rank's data loader, what the keys have before the rank, None where they
-    are integers); an empty list where there are no states by rank."""
+def _collect_rank_loaders(ckpt: Checkpoint) -> tuple[list[dict[Path, Value]], str | None]:
+    """Return ([{path inside the state: value} of each rank's data loader, in rank order], the text before the rank in
+    their keys). The text is None where the keys are integers; the list is empty where no loader states are stored by
+    rank."""
     found: dict[int, dict[Path, Value]] = defaultdict(dict)
     prefixes: set[str | None] = set()
     for v in ckpt.values.values():
-        if _is_of_rank(v.path) and (m := _RANK.fullmatch(str(v.path[1]))):
+        if _is_in_rank_loader(v.path) and (m := _RANK.fullmatch(str(v.path[1]))):
             found[int(m[2])][v.path[2:]] = v
             prefixes.add(m[1] if isinstance(v.path[1], str) else None)
     if sorted(found) != list(range(len(found))) or len(prefixes) != 1:
@@ -100,8 +104,8 @@ def _loaders_of_ranks(ckpt: Checkpoint) -> tuple[list[dict[Path, Value]], str | 
 
 
 def _count_samples(ckpt: Checkpoint, loaders: list[dict[Path, Value]]) -> tuple[list[int], str]:
-    """Return (how many samples each rank has read, why that does not say where other ranks go on; "" if it does). The
-    list is empty where the states do not tell."""
+    """Return (number of samples that each rank has read, why other ranks cannot continue from there). The list is empty
+    where the states do not say; the reason is "" if they can continue."""
     states = [{rest: v.data for rest, v in loader.items()} for loader in loaders]
     counts = [[x for rest, x in s.items() if rest[-2:] == _COUNTS[0] and type(x) is int] for s in states]
     read = [c[0] for c in counts if len(c) == 1]
@@ -123,8 +127,8 @@ def _count_samples(ckpt: Checkpoint, loaders: list[dict[Path, Value]]) -> tuple[
 
 
 def _describe_other_positions(ckpt: Checkpoint, ranks: int) -> list[str]:
-    """Return notes about positions that are not in states of torchdata's: those of trainers that compute them anew, and
-    of loaders that no other number of ranks can load."""
+    """Return notes about data positions that torchdata's states do not hold: those that trainers compute from counters,
+    and those of loaders that only work with their number of ranks."""
     step, batch = ckpt.value("trainer.global_step"), ckpt.value("trainer.train_batch_size")
     consumed = ckpt.value("extra.args.consumed_train_samples")
     notes = []
@@ -141,7 +145,7 @@ def _describe_other_positions(ckpt: Checkpoint, ranks: int) -> list[str]:
         )
     pickled = [v.data for v in ckpt.values.values() if v.path[:1] == ("dataloader",) and _is_pickled_rank(v)]
     if pickled and len(pickled) != ranks:
-        read = [n for data in pickled if (n := _samples_in(data)) is not None]
+        read = [n for data in pickled if (n := _count_pickled_samples(data)) is not None]
         said = f"; {sum(read):,} samples are read" if len(read) == len(pickled) else ""
         tokens = ckpt.value("trainer.ntokens_seen")
         said += f"; {tokens:,} tokens are seen" if type(tokens) is int and tokens else ""
@@ -158,9 +162,9 @@ def _is_pickled_rank(v: Value) -> bool:
     return len(v.path) == 2 and isinstance(v.data, bytes) and _RANK.fullmatch(str(v.path[1])) is not None
 
 
-def _samples_in(pickled: bytes) -> int | None:
+def _count_pickled_samples(pickled: bytes) -> int | None:
     """Return how many samples a rank of torchtitan has read of its part of a dataset (hf_datasets/text_datasets.py,
-    0.3); None where its state does not tell. Nothing in the pickle is called."""
+    0.3), from its pickled state; None where the state does not say. Nothing in the pickle is called."""
     try:
         state, _ = pickles.load(pickled, what="the state of a data loader")
     except CkpttoolError:

@@ -41,8 +41,12 @@ _FEW_BUFFERS = 8  # readers whose buffers have the memory of one
 
 
 def list_weight_names(codes: str, weight: Encoded) -> list[str]:
-    """List the names by which a pattern finds an encoded weight: of its parameter and of its codes, with and without
-    "model." before them."""
+    """List the names by which a pattern can select an encoded (quantised) weight: the name of the parameter and that of
+    its codes, each with and without "model.".
+
+    Args:
+        codes: the canonical name of the tensor of codes.
+    """
     return [m for n in (weight.weight, codes) for m in (n, n.removeprefix("model."))]
 
 
@@ -54,25 +58,27 @@ def decode_weights(
     dtype: str | None,
     files: ComputedFiles,
 ) -> tuple[Checkpoint, list[Dropped]]:
-    """Put parameters in the place of codes, and return (the index, scales of activations and of the cache of keys and
-    values, which nothing carries). Nothing is computed yet, but shapes that stand in tensors are read.
+    """Replace the codes of quantised weights by parameters that are computed when they are read.
 
     Args:
         opened: the checkpoint, located.
         found: its encoded weights.
-        chosen: the codes to decode.
-        choose: returns the dtype that a tensor is asked to have, from its name and the one it has.
-        dtype: that of the model, by its config; None where it does not say.
-        files: those of the checkpoint; gets those of the parameters.
+        chosen: the names of the codes to decode.
+        choose: returns the dtype that a tensor is asked to have, from its name and its present dtype.
+        dtype: the dtype of the model in its config; None where the config does not say.
+        files: the files of the checkpoint; those of the parameters are added.
+
+    Returns:
+        (the new index, the scales of activations and of the KV cache, which the result does not have).
 
     Raises:
-        Unsupported: the numbers of a scheme are not known, or the weight is more than its codes.
-        Corrupt: codes and their shape contradict each other, or there is a parameter of that name beside the codes.
+        Unsupported: a scheme cannot be decoded, or the weight is more than its codes.
+        Corrupt: codes and their shape contradict each other, or a parameter of the same name exists beside the codes.
     """
     ckpt, reader = opened.checkpoint, IndexedReader(opened)
     wanted = {codes: found.weights[codes] for codes in chosen}
     for codes, weight in wanted.items():
-        _refuse_weight(codes, weight, ckpt)
+        _check_decodable(codes, weight, ckpt)
     # what leaves: parts that no other weight has, and, with the last codes, scales of the cache of keys and values
     stays = {n for codes, w in found.weights.items() if codes not in wanted for n in w.parts.values()}
     gone = {n: part for w in wanted.values() for part, n in w.parts.items() if n not in stays}
@@ -89,9 +95,9 @@ def decode_weights(
             continue
         weight = _choose_dtypes(wanted[name], choose, dtype)
         read = _PartReader(reader, weight.parts)
-        weight = replace(weight, shape=_find_shape(weight, read))
+        weight = replace(weight, shape=_find_weight_shape(weight, read))
         assert weight.shape is not None
-        chunks = Chunks.whole(weight.shape, *_add_parameter(weight, read, files))
+        chunks = Chunks.whole(weight.shape, *_add_computed_parameter(weight, read, files))
         above = joined(t.path[:-1])
         inside = weight.weight == above  # of an object of torchao
         path = t.path[:-1] if inside else (*t.path[:-1], weight.weight.removeprefix(f"{above}."))
@@ -105,19 +111,20 @@ def decode_weights(
 
 
 def count_parameters(opened: OpenCheckpoint, found: Encodings) -> dict[str, int | float | None]:
-    """Count the parameters of a model whose weights are codes, and the bits that each takes, with scales and all else
-    that belongs to it; shapes that stand in small tensors are read from files of this machine.
+    """Count the parameters of a model with quantised weights and the bits that each takes, including scales and all
+    else that belongs to it. Small tensors that hold shapes are read if the files are local.
 
     Returns:
-        {"parameters", "encoded_parameters": how many of them are codes, "bits_per_parameter", and of these
-            "encoded_bits_per_parameter"}; None where the shape of a weight is not known.
+        {"parameters": all, "encoded_parameters": those that are quantised, "bits_per_parameter": average of all,
+            "encoded_bits_per_parameter": average of the quantised ones}; all values are None where the shape of a
+            weight is unknown.
     """
     model = {n: t for n, t in opened.checkpoint.tensors.items() if t.path[0] == "model"}
     reader, encoded, belongs = IndexedReader(opened), 0, set[str]()
     known = not any(t.coding != "raw" for t in model.values()) and not opened.source.is_remote
     for weight in found.weights.values():
         try:
-            shape = _find_shape(weight, _PartReader(reader, weight.parts)) if known else weight.shape
+            shape = _find_weight_shape(weight, _PartReader(reader, weight.parts)) if known else weight.shape
         except CkpttoolError:  # damaged: what can be said without it is
             shape = None
         if shape is None:
@@ -133,22 +140,25 @@ def count_parameters(opened: OpenCheckpoint, found: Encodings) -> dict[str, int 
     return dict(zip(_COUNTS, counts, strict=True))
 
 
-def _find_shape(weight: Encoded, read: _PartReader) -> tuple[int, ...] | None:
-    """Return the shape of the parameter that some codes are; None where nothing says it.
+def _find_weight_shape(weight: Encoded, read: _PartReader) -> tuple[int, ...] | None:
+    """Return the shape of the parameter that is decoded from some codes; None where it is unknown.
 
     Raises:
-        Corrupt: what says it is missing or contradicts the codes.
+        Corrupt: the tensor that holds it is missing or contradicts the codes.
     """
     formula = FORMULAS.get(weight.kind)
     return formula.shape(weight, read) if formula is not None and formula.shape is not None else weight.shape
 
 
 def _choose_dtypes(weight: Encoded, choose: Callable[[str, str], str], dtype: str | None) -> Encoded:
-    """Return a weight with `dtype` as the dtype in which its numbers are computed: that of the model; but, where one is
-    asked for, the one in which the reference multiplies, since the cast counts what the other cannot hold.
+    """Return a weight with its `dtype` set to the one in which it is written, and `rounded` to the one to which its
+    numbers are rounded first.
+
+    If no dtype is asked for, both are those of the model. Otherwise the numbers are rounded to the dtype in which the
+    reference multiplies, so that the later cast to the asked dtype counts what that cannot hold.
 
     Args:
-        choose, dtype: as of `decode_weights`.
+        choose, dtype: as in `decode_weights`.
     """
     asked = choose(weight.weight, "float64")
     own = dtype or weight.dtype
@@ -156,12 +166,15 @@ def _choose_dtypes(weight: Encoded, choose: Callable[[str, str], str], dtype: st
     return replace(weight, rounded=weight.rounded or to, dtype=to)
 
 
-def _refuse_weight(codes: str, weight: Encoded, ckpt: Checkpoint) -> None:
-    """Refuse a weight that cannot be decoded.
+def _check_decodable(codes: str, weight: Encoded, ckpt: Checkpoint) -> None:
+    """Check that a weight can be decoded.
+
+    Args:
+        codes: the name of its codes.
 
     Raises:
         Unsupported: there is no formula, or its inputs are scaled.
-        Corrupt: there is a parameter of its name beside the codes.
+        Corrupt: a parameter of the same name exists beside the codes.
     """
     if weight.kind not in FORMULAS:
         raise Unsupported(
@@ -193,11 +206,17 @@ class IndexedReader:
         self._kept: dict[str, tuple[object, Array]] = {}
 
     def entry(self, name: str) -> TensorEntry:
-        """Return a tensor of the index."""
+        """Return the index entry of a tensor."""
         return self._opened.checkpoint.tensors[name]
 
     def read(self, part: str, name: str, index: tuple[int | slice, ...]) -> Array:
-        """Read a box of a tensor, which is a `part` of some weight, as `decoding.Read` says."""
+        """Read a box of a tensor.
+
+        Args:
+            part: what the tensor is in its weight ("codes", "scale", ...); the last small box of each part is kept.
+            name: the tensor.
+            index: as numpy takes it; an integer removes the dimension.
+        """
         kept = self._kept.get(part)
         if kept is not None and kept[0] == (name, index):
             return kept[1]
@@ -221,16 +240,17 @@ class _PartReader(NamedTuple):
     parts: Mapping[str, str]
 
     def shape(self, part: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
+        """Return the shape of the tensor that is this part of the weight."""
         return self.boxes.entry(self.parts[part]).shape
 
     def __call__(self, part: str, *index: int | slice) -> Array:
-        """Read a box of a tensor."""
+        """Read a box of the tensor that is this part of the weight, by a numpy index."""
         return self.boxes.read(part, self.parts[part], index)
 
 
-def _add_parameter(weight: Encoded, read: _PartReader, files: ComputedFiles) -> Extent:
-    """Add the file of a parameter in the dtype `weight.dtype`, whose pages are some rows each; returns its place."""
+def _add_computed_parameter(weight: Encoded, read: _PartReader, files: ComputedFiles) -> Extent:
+    """Add a computed file with a decoded parameter, in the dtype `weight.dtype`, and return its place. Each page is
+    some complete rows."""
     assert weight.shape is not None
     formula = FORMULAS[weight.kind]
     rows_each, columns = (1, 1, *weight.shape)[-2:]

@@ -29,8 +29,8 @@ from ...index.composites import (
     CannotCut,
     Composite,
     class_label,
-    composites,
-    rows_inside,
+    find_composites,
+    find_inner_rows,
     without_plain_rows,
 )
 from ...index.draft import Dropped
@@ -39,7 +39,7 @@ from ...storage.overlay import ComputedSource
 from ...storage.source import Source
 from ..computed_files import BoxReader, ComputedFiles
 from ..copy.dtypes import numpy_dtype
-from ..copy.stream import small
+from ..copy.stream import read_small_tensors
 from .decoding_weights import decode_weights, list_weight_names
 from .remainders import add_joined_masters, find_remainders
 from .transformer_engine import add_decoded_part, is_of_transformer_engine
@@ -63,30 +63,33 @@ def dequantize(
     choose: Callable[[str, str], str],
     dtype: str | None,
 ) -> tuple[Checkpoint, Source, list[Dropped]]:
-    """Put plain numbers in the place of quantised tensors, float32 for torchao's, and for encoded weights the dtype
-    that is asked for or that of the model; returns (the index, its files, tensors that nothing carries).
+    """Replace quantised tensors by plain numbers that are computed when they are read: float32 for torchao's objects;
+    for encoded weights the dtype that is asked for, or that of the model.
 
     Args:
         opened: the state, located.
         patterns: globs of the tensors' names.
         found: its encoded weights.
-        choose: returns the dtype that a tensor is asked to have, from its name and the one it has.
-        dtype: that of the model, by its config; None where it does not say.
+        choose: returns the dtype that a tensor is asked to have, from its name and its present dtype.
+        dtype: the dtype of the model in its config; None where the config does not say.
+
+    Returns:
+        (the new index, its files, the tensors that the result does not have).
 
     Raises:
-        UsageError: a pattern names none.
-        Unsupported: ckpttool does not know how to compute the numbers of a class or a scheme, or parts of ranks were
-            stored otherwise.
-        Corrupt: codes do not belong to a whole encoding.
+        UsageError: a pattern matches no quantised tensor.
+        Unsupported: the numbers of a class or a scheme cannot be computed, or the stored parts do not match those of
+            the ranks.
+        Corrupt: codes belong to an incomplete encoding.
     """
     ckpt, source = opened.checkpoint, opened.source
     # which tensors: every pattern must name one
-    wanted, objects, halves = list(patterns), composites(ckpt), find_remainders(ckpt)
+    wanted, objects, halves = list(patterns), find_composites(ckpt), find_remainders(ckpt)
     weights = {codes: list_weight_names(codes, w) for codes, w in found.weights.items()}
-    _refuse_patterns(wanted, [*objects, *halves], weights, found)
+    _check_patterns(wanted, [*objects, *halves], weights, found)
     chosen = {n: c for n, c in objects.items() if any(fnmatch.fnmatchcase(n, pattern) for pattern in wanted)}
     codes = [n for n, names in weights.items() if any(fnmatch.filter(names, pattern) for pattern in wanted)]
-    of_torchao = {n: weight for n, c in chosen.items() if (weight := _describe_object(n, c)) is not None}
+    of_torchao = {n: weight for n, c in chosen.items() if (weight := _describe_torchao_object(n, c)) is not None}
     more = {w.parts["codes"]: w for w in of_torchao.values()}
     # each becomes numbers that are computed when they are read
     lost: list[Dropped] = []
@@ -105,9 +108,9 @@ def dequantize(
     return ckpt, ComputedSource(source, files.made, (), files.working_bytes), lost
 
 
-def _describe_object(name: str, found: Composite) -> Encoded | None:
-    """Describe an object of torchao that is a weight in blocks with a scale each; None where it is another object, or
-    its scales are in another order.
+def _describe_torchao_object(name: str, found: Composite) -> Encoded | None:
+    """Return the encoding of a torchao object that is a weight in blocks with one scale each; None for other objects,
+    and where the scales are in another order.
 
     Sources: torchao 0.18, quantization/quantize_/workflows/{float8,int8}, prototype/mx_formats/{mx,nvfp4}_tensor.py.
     """
@@ -126,18 +129,20 @@ def _describe_object(name: str, found: Composite) -> Encoded | None:
     return Encoded(label, "fp4" if packed else "blocks", name, found.shape, parts, block, bits, "float32", found.dtype)
 
 
-def _refuse_patterns(
+def _check_patterns(
     wanted: Iterable[str], objects: Iterable[str], weights: Mapping[str, list[str]], found: Encodings
 ) -> None:
-    """Refuse patterns that name no quantised tensor, or what belongs to no whole encoding.
+    """Check that every pattern selects a quantised tensor, and none that is incomplete.
 
     Args:
+        wanted: the patterns.
         objects: names of tensor subclasses, and of masters that are stored as remainders.
-        weights: {codes: names by which a pattern finds them}.
+        weights: {codes: names by which a pattern can select them}.
         found: the encoded weights.
 
     Raises:
-        UsageError, Corrupt: with the first such pattern.
+        UsageError: a pattern selects no quantised tensor.
+        Corrupt: a pattern selects a tensor of an incomplete encoding.
     """
     every = [*objects, *(n for names in weights.values() for n in names)]
     for pattern in wanted:
@@ -161,17 +166,16 @@ def _dequantize_objects(
     files: ComputedFiles,
     choose: Callable[[str, str], str],
 ) -> Checkpoint:
-    """Put plain tensors in the place of objects: float32 for torchao's, and for TransformerEngine's the dtype that is
-    asked for or that they show; returns the index.
+    """Replace tensor subclasses by plain tensors, and return the index. torchao's become float32; TransformerEngine's
+    get the dtype that is asked for, or the one that they show.
 
     Args:
-        chosen: {name: object}.
-        files: gets those that are computed.
-        choose: returns the dtype that a tensor is asked to have, from its name and the one it has.
+        chosen: {name: tensor subclass}.
+        files: gets the computed files.
+        choose: returns the dtype that a tensor is asked to have, from its name and its present dtype.
 
     Raises:
-        Unsupported: ckpttool does not know how to compute the numbers of a class, or parts of ranks were stored
-            otherwise.
+        Unsupported: the numbers of a class cannot be computed, or the stored parts do not match those of the ranks.
     """
     # each is a file that is computed when it is read, one for each part in which it is stored
     names = {path: n for n, c in chosen.items() for path in c.leaves()}
@@ -220,11 +224,11 @@ class _StoredPart(NamedTuple):
 
 
 def _list_stored_parts(found: Composite) -> list[_StoredPart]:
-    """List the parts in which a quantised tensor is stored; the whole of it as one part where the chunks of its
-    components do not belong to the same rows.
+    """List the parts (row ranges) in which a quantised tensor is stored; one part with everything, where the chunks of
+    its components do not cover the same rows.
 
     Raises:
-        Unsupported: a tensor that some ranks have quantised and others not is stored in other parts.
+        Unsupported: a tensor that only some ranks have quantised is not stored in the parts of the ranks.
     """
     if "parts" in found.about:
         return _list_mixed_parts(found)
@@ -240,7 +244,7 @@ def _list_stored_parts(found: Composite) -> list[_StoredPart]:
         inside: dict[str, TensorEntry] = {}
         for name, t in found.tensors.items():
             try:
-                at = rows_inside(found.about, name, t.shape, first, rows)
+                at = find_inner_rows(found.about, name, t.shape, first, rows)
             except CannotCut:
                 return whole
             part = t if at is None else _find_chunk_of_rows(t, *at)
@@ -264,7 +268,7 @@ def _list_mixed_parts(found: Composite) -> list[_StoredPart]:
         if not quantised:
             inside[PLAIN] = _find_chunk_of_rows(found.tensors[PLAIN], of_plain, rows)
         else:
-            cuts = {n: rows_inside(whole.about, n, t.shape, of_objects, rows) for n, t in whole.tensors.items()}
+            cuts = {n: find_inner_rows(whole.about, n, t.shape, of_objects, rows) for n, t in whole.tensors.items()}
             inside = {n: t if (c := cuts[n]) is None else _find_chunk_of_rows(t, *c) for n, t in whole.tensors.items()}
         of_objects, of_plain = (of_objects + rows, of_plain) if quantised else (of_objects, of_plain + rows)
         parts = {n: t for n, t in inside.items() if t is not None}
@@ -302,7 +306,7 @@ def _make_dequantizer(
         """Read the tensors of the part, and return its numbers."""
         import numpy as np
 
-        data = small(replace(ckpt, tensors=dict(parts)), source, parts)
+        data = read_small_tensors(replace(ckpt, tensors=dict(parts)), source, parts)
         arrays = {n: np.frombuffer(data[n], numpy_dtype(t.dtype)) for n, t in parts.items()}
         return arrays[PLAIN].astype("f4") if PLAIN in arrays else compute(**arrays)
 
@@ -310,8 +314,8 @@ def _make_dequantizer(
 
 
 def _scale_blocks(values: Array, scale: Array) -> Array:
-    """Multiply each block of values by its scale, in place, and return them flat; there are as many blocks as
-    scales."""
+    """Multiply each block of values by its scale, in place, and return the values as a flat array. The number of scales
+    is the number of blocks."""
     out = values.reshape(len(scale), -1)
     out *= scale.reshape(-1, 1)
     return out.reshape(-1)

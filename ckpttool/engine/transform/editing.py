@@ -11,7 +11,7 @@ from typing import Any
 from ...errors import UsageError, argument
 from ...formats.pickles import short
 from ...index.checkpoint import Checkpoint, Value
-from ...index.selection import EntrySelection, explain_no_match, unmatched_patterns
+from ...index.selection import EntrySelection, explain_no_match, find_unmatched_patterns
 from ...printable import count_noun
 
 __all__ = ["reset_state", "set_values"]
@@ -20,15 +20,18 @@ _PLAIN = (bool, int, float, str)
 
 
 def set_values(ckpt: Checkpoint, wanted: Mapping[str, object]) -> tuple[Checkpoint, dict[str, str]]:
-    """Give values other data: (the state, {name: what it was and is}, of those that differ).
+    """Set values to new data.
 
     Args:
-        wanted: {glob of names of values: number, text, None, or a list of these}; of several that match, the last one
-            counts. The type must be that of the old data, and a list as long as the old one.
+        wanted: {glob of names of values: number, text, None, or a list of these}; if several globs match a name, the
+            last one counts. The type must be that of the old data, and a list must have the length of the old one.
+
+    Returns:
+        (the new state, {name of a changed value: text with its new and old data}).
 
     Raises:
-        UsageError: no value has such a name, or it is a tensor, a name of a parameter, or no plain data, or the type is
-            another.
+        UsageError: no value has such a name, it is a tensor or a list of parameter names, its data is no plain data, or
+            the type differs.
     """
     values, names = dict(ckpt.values), [*ckpt.tensors, *ckpt.values]
     for pattern, data in wanted.items():
@@ -49,7 +52,7 @@ def set_values(ckpt: Checkpoint, wanted: Mapping[str, object]) -> tuple[Checkpoi
                     code="CKPT0205",
                 )
             try:
-                values[n] = Value(v.path, _fit(ckpt.values[n].data, data))
+                values[n] = Value(v.path, _convert_to_type_of(ckpt.values[n].data, data))
             except ValueError as e:
                 raise UsageError(
                     f'{argument("set_values")} {pattern!r}: "{n}" is {short(v.data)}, {e}.', code="CKPT0203"
@@ -69,16 +72,16 @@ def set_values(ckpt: Checkpoint, wanted: Mapping[str, object]) -> tuple[Checkpoi
     return out, changed
 
 
-def _fit(old: Any, new: Any) -> Any:
-    """Return `new` in the type of `old`: an integer becomes a float, and a list a tuple.
+def _convert_to_type_of(old: Any, new: Any) -> Any:
+    """Return `new` in the type of `old`: an integer becomes a float, a list a tuple.
 
     Raises:
-        ValueError: it has another type or length, or `old` is no plain data. The text ends a sentence.
+        ValueError: it has another type or length, or `old` is no plain data. The message continues a sentence.
     """
     if type(old) in (list, tuple):
         if not isinstance(new, (list, tuple)) or len(new) != len(old):
             raise ValueError(f"which takes a list of {count_noun(len(old), 'element')}")
-        return type(old)(_fit(a, b) for a, b in zip(old, new, strict=True))
+        return type(old)(_convert_to_type_of(a, b) for a, b in zip(old, new, strict=True))
     if old is not None and type(old) not in _PLAIN:
         raise ValueError("which is no number, text or list of these: what is inside an object is not set")
     if old is None and (new is None or type(new) in _PLAIN):
@@ -91,14 +94,14 @@ def _fit(old: Any, new: Any) -> Any:
 
 
 def reset_state(ckpt: Checkpoint, patterns: tuple[str, ...]) -> tuple[Checkpoint, str]:
-    """Leave out the entries that patterns select, so that a job starts them as a new one does: (the state, the
-    reason).
+    """Remove the entries that patterns select, so that a job initialises them, and return (the new state, the reason
+    for the list of dropped entries).
 
     Raises:
         UsageError: a pattern selects nothing, or weights.
     """
     names = [*ckpt.tensors, *ckpt.values]
-    for pattern in unmatched_patterns(patterns, names):
+    for pattern in find_unmatched_patterns(patterns, names):
         raise UsageError(f"{argument('reset', [pattern])}: {explain_no_match(pattern, names)}", code="CKPT0207")
     asked = EntrySelection(patterns)
     gone = [n for n in names if asked.holds(n)]

@@ -23,7 +23,7 @@ from ...index.map_groups import (
     Key,
     ResolvedGroup,
     TensorGroup,
-    find_ignored,
+    find_ignore_statement,
     group_names,
     make_views,
     rename_path,
@@ -33,10 +33,10 @@ from ...index.name_maps import NameMap
 from ...printable import list_first
 from ...storage.overlay import ENDLESS, ZEROS, ComputedSource, JoinedSource, PagedFile
 from ...storage.source import Source
-from ..copy.stream import small
+from ..copy.stream import read_small_tensors
 from .adapter_names import has_lines_for_adapter, map_adapter
 from .added_one import FILE, add_one_to_norms
-from .vocabulary_size import odd_rows
+from .vocabulary_size import find_unequal_rows
 
 __all__ = ["apply_map"]
 
@@ -46,16 +46,16 @@ _NAME_LISTS: tuple[Path, ...] = (("params",), ("param_names",))
 
 
 def apply_map(ckpt: Checkpoint, source: Source, found: NameMap, config: Config) -> tuple[Checkpoint, Source]:
-    """Return the same state under the names of the other side of a map, and its files; which side it has, its names
-    tell.
+    """Return (the same state with the names of the other side of a map, its files). The present names tell which side
+    they are of.
 
     Args:
-        found: the map, with the lines that count for this job (`NameMap.of_job`).
-        config: what config.json says of the text model, for the sizes of axes that shapes do not tell.
+        found: the map, with the lines that apply to this job (`NameMap.of_job`).
+        config: config.json of the text model, for sizes of axes that shapes do not tell.
 
     Raises:
-        Unsupported: the map is not about some names of weights or of the optimizer, a shape is not what it says, a size
-            is not known, or a slot of the optimizer cannot be cut as its parameter is.
+        Unsupported: the map lacks names of weights or of the optimizer, a shape contradicts it, a size is unknown, or
+            an optimizer slot cannot be cut as its parameter is.
         UsageError: there are no weights and no optimizer that names parameters.
     """
     if lora.find_lora(ckpt) is not None and not has_lines_for_adapter(ckpt, found):
@@ -71,8 +71,11 @@ def apply_map(ckpt: Checkpoint, source: Source, found: NameMap, config: Config) 
 
 
 def _with_torchtune_optimizer(ckpt: Checkpoint) -> Checkpoint:
-    """Return the same state with torchtune's optimizer at "optim"; its names are not those of the weights, so that its
-    reader leaves it as data in "extra". Other states are returned as they are."""
+    """Return the same state with torchtune's optimizer moved from "extra" to "optim"; other states are returned
+    unchanged.
+
+    The reader leaves that optimizer in "extra", since its names are not those of the weights.
+    """
     head = next(
         (t.path[:3] for t in ckpt.tensors.values() if t.component == "extra" and t.path[2:4] == ("optimizer", "state")),
         None,
@@ -132,14 +135,15 @@ class _Mapping:
         self.renamed: dict[str, tuple[str, ...]] = {}  # {first name of a group of the optimizer: its new names}
 
     def _choose_sides(self) -> dict[str, bool | None]:
-        """Find out for "model" and "optim" whether their names are those on the left side of the map, {component:
-        bool}; None where they are those on the right and shall stay.
+        """Find out which side of the map the names are of, and return {"model": side, "optim": side}: True for the left
+        side, False for the right one, None for names of the right side that are kept.
 
-        Weights and optimizer may be on two sides, as torchtune saves them: then both become those on the right.
+        Weights and optimizer may have the names of two sides, as torchtune saves them; then both get the names of the
+        right side.
 
         Raises:
-            Unsupported: they are those of neither side.
-            UsageError: there are no such names.
+            Unsupported: names belong to neither side.
+            UsageError: there are no names.
         """
         names = {"model": [*self.weights, *self.plain], "optim": _list_state_names(self.ckpt)}
         if not any(names.values()):
@@ -155,7 +159,7 @@ class _Mapping:
         }
         unknown = {
             (component, forward): [
-                n for n in rest if not (forward and component == "model" and find_ignored(self.map, n))
+                n for n in rest if not (forward and component == "model" and find_ignore_statement(self.map, n))
             ]
             for (component, forward), (_, rest) in grouped.items()
         }
@@ -177,7 +181,7 @@ class _Mapping:
             f"of {total:,} names are not names of {self.map.sides[not forward]}: {shown}. "
             + (
                 f"Write a map with lines for them; `ckpttool maps {self.map.name}` prints this one to start from."
-                if self.map.name in maps.names()
+                if self.map.name in maps.list_map_names()
                 else "Add lines for them."
             ),
             code="CKPT0310",
@@ -194,14 +198,14 @@ class _Mapping:
                 "what was salvaged of a damaged checkpoint keeps its names. Salvage it first, then map the copy.",
                 code="CKPT0310",
             )
-        self._refuse_split_groups()  # before rows of padding are read
+        self._check_groups_stay_joined()  # before rows of padding are read
         if self.ways["model"]:  # norms that are stored less one have the left names
             new = self._add_one(self.ckpt.tensors, 1)
             recorded = {n: d for n, d in self.ckpt.recorded.items() if n not in new}
             self.ckpt = replace(self.ckpt, tensors={**self.ckpt.tensors, **new}, recorded=recorded)
             self.weights |= {t.local_name: t for t in new.values() if t.component == "model"}
         self._map_weights()
-        self._add_zeros()
+        self._add_zero_tensors()
         self._map_masters()
         if self.ways["model"] is False:
             new = self._add_one(self.tensors, -1)
@@ -209,7 +213,7 @@ class _Mapping:
             self.recorded = {n: d for n, d in self.recorded.items() if n not in new}
         self._map_optimizer()
         self._map_name_lists()
-        self._keep_the_rest()
+        self._copy_other_tensors()
         if any(t.path[:2] == ("extra", "adapter") for t in ckpt.tensors.values()):
             self.notes.append("the adapter beside the weights (extra.adapter) keeps its names")
         # say what became of names and recorded digests
@@ -237,11 +241,11 @@ class _Mapping:
         )
 
     def _add_one(self, tensors: Mapping[str, TensorEntry], by: int) -> dict[str, TensorEntry]:
-        """Add `by` (1 or -1) to the norms that the left side stores less one, and to their masters; returns {name: new
-        tensor}.
+        """Add `by` (1 or -1) to the norm weights that the left side stores less one, and to their masters; return
+        {name: new tensor}.
 
         Raises:
-            Unsupported: such a weight is no floating-point tensor.
+            Unsupported: such a weight has no floating-point dtype.
         """
         if not self.map.added_one:
             return {}
@@ -255,8 +259,8 @@ class _Mapping:
         return new
 
     def _warn_of_weight_decay(self, names: set[str]) -> list[str]:
-        """Return a note where the optimizer decays some of these parameters, which one side stores less one; [] where
-        it does not."""
+        """Return a list with one note if the optimizer applies weight decay to some of these parameters, which one side
+        of the map stores less one; else []."""
         for v in self.ckpt.values.values():
             if v.is_param_group and v.path[3:] in _NAME_LISTS and isinstance(v.data, list):
                 decay = self.ckpt.value(joined((*v.path[:3], "weight_decay")))
@@ -277,8 +281,8 @@ class _Mapping:
         self.made[name] = data
         self.ckpt = replace(self.ckpt, files=[*self.ckpt.files, name], sizes=[*self.ckpt.sizes, size])
 
-    def _put(self, new: Mapping[str, TensorEntry], result: ResolvedGroup, old: Iterable[str]) -> None:
-        """Add tensors to the result, with the recorded digest of the old one where it is only renamed.
+    def _add_mapped(self, new: Mapping[str, TensorEntry], result: ResolvedGroup, old: Iterable[str]) -> None:
+        """Add tensors to the result; the recorded digest of the old tensor is kept if it is only renamed.
 
         Args:
             new: {name: tensor}.
@@ -286,7 +290,7 @@ class _Mapping:
             old: names of the source's tensors that they were made of.
 
         Raises:
-            Unsupported: the result has one of these names already.
+            Unsupported: the result already has one of these names.
         """
         for name, t in new.items():
             if name in self.tensors:
@@ -298,20 +302,22 @@ class _Mapping:
                     self.recorded[next(iter(new))] = self.ckpt.recorded[name]
 
     def _map_weights(self) -> None:
-        """Map the weights, and what stands among them without being a tensor; notes say what is left out.
+        """Map the weights and the model's values that are no tensors; add notes about entries that are left out.
 
         Raises:
             Unsupported: the map does not fit a shape, or leaves out a tensor that is not 0.
         """
         way = self.ways["model"]
         if way is None:
-            self._keep("model")
+            self._copy_component("model")
             return
         groups, unmatched = group_names(self.weights, self.map, "model", way)
         for group in groups:
             entries = {key: self.weights[n] for key, n in group.names.items()}
             result = resolve_group(group, {key: t.shape for key, t in entries.items()}, self.sizes, self.map)
-            self._put(make_views(result, entries, ("model",), ()), result, [joined(t.path) for t in entries.values()])
+            self._add_mapped(
+                make_views(result, entries, ("model",), ()), result, [joined(t.path) for t in entries.values()]
+            )
             self.of_weight |= {n: list(result.names.values()) for n in group.names.values()}
             self.notes += result.notes
             if result.sizes.get(PAD):
@@ -327,7 +333,7 @@ class _Mapping:
             self.values[joined(path)] = Value(path, self.plain[group.first].data)
         left: dict[str, list[str]] = {}
         for n in [*unmatched, *others]:
-            row = find_ignored(self.map, n)
+            row = find_ignore_statement(self.map, n)
             assert row is not None  # `_choose_sides` has refused the others
             if row.zero and n in self.weights and any(self._read_small([self.weights[n]])[f"model.{n}"]):
                 raise Unsupported(
@@ -336,11 +342,11 @@ class _Mapping:
             left.setdefault(row.why, []).append(n)
         self.notes += [f'{len(rows)} entries were left out, first "{rows[0]}": {why}' for why, rows in left.items()]
 
-    def _add_zeros(self) -> None:
-        """Add tensors of zeros that the left side has and the right one has not, where the map says so.
+    def _add_zero_tensors(self) -> None:
+        """Add the tensors of zeros that the left side has and the right side lacks, as the map says.
 
         Raises:
-            Unsupported: the shape of one does not follow, or its name is taken.
+            Unsupported: the shape of one cannot be inferred, or its name exists already.
         """
         if self.ways["model"] is not False:
             return
@@ -381,7 +387,7 @@ class _Mapping:
             self._add_file(ZEROS, ENDLESS)
 
     def _map_masters(self) -> None:
-        """Map the fp32 copies of weights that Megatron-Core's reader has under extra.master.
+        """Map the fp32 master weights under extra.master, where Megatron-Core's reader puts them.
 
         Raises:
             Unsupported: the map does not fit a shape.
@@ -396,17 +402,18 @@ class _Mapping:
         for group in groups:
             entries = {key: copies[n] for key, n in group.names.items()}
             result = resolve_group(group, {key: t.shape for key, t in entries.items()}, self.sizes, self.map)
-            self._put(make_views(result, entries, _MASTER, ()), result, [joined(t.path) for t in entries.values()])
+            self._add_mapped(
+                make_views(result, entries, _MASTER, ()), result, [joined(t.path) for t in entries.values()]
+            )
 
-    def _keep(self, component: str) -> None:
-        """Take a component of the source over into the result as it is."""
+    def _copy_component(self, component: str) -> None:
+        """Copy a component of the source to the result unchanged."""
         self.tensors |= {n: t for n, t in self.ckpt.tensors.items() if t.component == component}
         self.values |= {n: v for n, v in self.ckpt.values.items() if v.component == component}
         self.recorded |= {n: d for n, d in self.ckpt.recorded.items() if n.partition(".")[0] == component}
 
     def _describe_padding(self, result: ResolvedGroup, fqn: str) -> None:
-        """Add a note on the rows of padding that are cut from a weight: that nothing was learned in them, or how many
-        hold something.
+        """Add a note on the padding rows that are cut from a weight: whether something was learned in them.
 
         Args:
             result: the group that the weight was mapped in.
@@ -425,7 +432,7 @@ class _Mapping:
             return TensorEntry(t.dtype, tail.part_shape, t.path, chunks)
 
         weight = self.weights[fqn]
-        unlike, _ = odd_rows(self.ckpt, self.source, padding_of(weight))
+        unlike, _ = find_unequal_rows(self.ckpt, self.source, padding_of(weight))
         moments = [
             t
             for t in self.ckpt.tensors.values()
@@ -433,7 +440,7 @@ class _Mapping:
             and t.shape == weight.shape
             and str(t.path[-1]).startswith("exp_avg")
         ]
-        moved = {row for t in moments for row in odd_rows(self.ckpt, self.source, padding_of(t))[1]}
+        moved = {row for t in moments for row in find_unequal_rows(self.ckpt, self.source, padding_of(t))[1]}
         if not unlike:
             what = "all equal, so nothing was learned in them"
         elif moments and not moved:
@@ -457,7 +464,7 @@ class _Mapping:
             if leaf.slot is not None:
                 slots.setdefault(leaf.parameter, {})[leaf.path[3:]] = leaf
         if self.ways["optim"] is None:
-            self._keep("optim")
+            self._copy_component("optim")
             return
         for group in self.state:
             have = {key: slots[n] for key, n in group.names.items() if n in slots}
@@ -470,7 +477,7 @@ class _Mapping:
                     "parameter.",
                     code="CKPT0310",
                 )
-            result = resolve_group(group, self._weight_shapes(group, have), self.sizes, self.map)
+            result = resolve_group(group, self._find_weight_shapes(group, have), self.sizes, self.map)
             self.renamed[group.first] = tuple(result.names.values())
             for tail in dict.fromkeys(p for found in have.values() for p in found):
                 of_tail = {key: found.get(tail) for key, found in have.items()}
@@ -482,10 +489,10 @@ class _Mapping:
                     )
                 self._map_slot(result, tail, {key: leaf for key, leaf in of_tail.items() if leaf is not None})
 
-    def _weight_shapes(
+    def _find_weight_shapes(
         self, group: TensorGroup, have: Mapping[Key, Mapping[Path, TensorEntry | Value]]
     ) -> dict[Key, tuple[int, ...]]:
-        """Return {part of a group: shape of its weight}, or of its largest slot where there is no weight.
+        """Return {part of a group: shape of its weight}; where there is no weight, the shape of its largest slot.
 
         Args:
             have: {part: {path within the parameter's state: slot}}.
@@ -500,21 +507,24 @@ class _Mapping:
         return out
 
     def _map_slot(self, result: ResolvedGroup, tail: Path, leaves: Mapping[Key, TensorEntry | Value]) -> None:
-        """Map one slot of a group: as the weight is mapped, or copied to all parts where it is one number.
+        """Map one slot of a group: like the weight, or copied to all parts if it is a single number.
 
         Args:
             tail: the path of the slot within the state of its parameter.
             leaves: {part of the group: its slot}.
 
         Raises:
-            Unsupported: it has another shape and is not just renamed, or the parts have different numbers.
+            Unsupported: its shape is not that of the weight and the map does more than rename, or the parts have
+                different numbers.
         """
         tensors = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, TensorEntry)}
         head: Path = ("optim", "state")
         if len(tensors) == len(leaves):
             whole = result.renames or all(t.shape == result.source_shape(key) for key, t in tensors.items())
             if whole:
-                self._put(make_views(result, tensors, head, tail), result, [joined(t.path) for t in tensors.values()])
+                self._add_mapped(
+                    make_views(result, tensors, head, tail), result, [joined(t.path) for t in tensors.values()]
+                )
                 return
             if odd := [t for t in tensors.values() if t.numel != 1]:
                 raise Unsupported(
@@ -523,7 +533,7 @@ class _Mapping:
                     f"known. Leave the optimizer out with {argument('only', ['model'])}.",
                     code="CKPT0310",
                 )
-            self._refuse_different(self._read_small(tensors.values()))
+            self._check_equal(self._read_small(tensors.values()))
             first: TensorEntry | Value = next(iter(tensors.values()))
         elif tensors:
             raise Unsupported(
@@ -531,9 +541,7 @@ class _Mapping:
                 code="CKPT0310",
             )
         else:
-            self._refuse_different(
-                {joined(leaf.path): leaf.data for leaf in leaves.values() if isinstance(leaf, Value)}
-            )
+            self._check_equal({joined(leaf.path): leaf.data for leaf in leaves.values() if isinstance(leaf, Value)})
             first = next(iter(leaves.values()))
         for name in result.names.values():
             path = (*head, name, *tail)
@@ -548,13 +556,13 @@ class _Mapping:
         Raises:
             Corrupt: bytes do not have the CRC32 that the source says.
         """
-        return small(self.ckpt, self.source, [joined(t.path) for t in tensors])
+        return read_small_tensors(self.ckpt, self.source, [joined(t.path) for t in tensors])
 
-    def _refuse_different(self, found: Mapping[str, object]) -> None:
-        """Refuse values, {name: data}, that the map joins to one and that differ.
+    def _check_equal(self, found: Mapping[str, object]) -> None:
+        """Check that values, {name: data}, which the map joins to one, are equal.
 
         Raises:
-            Unsupported: with two that do.
+            Unsupported: two differ.
         """
         first = next(iter(found))
         for name, data in found.items():
@@ -564,20 +572,20 @@ class _Mapping:
                     code="CKPT0310",
                 )
 
-    def _lists_names(self, v: Value) -> bool:
-        """Tell whether a value is the list of a param group's parameters, some by name."""
+    def _is_name_list(self, v: Value) -> bool:
+        """Tell whether a value is a param group's list of parameters, and the optimizer state has names to map."""
         in_group = v.is_param_group and v.path[3:] in _NAME_LISTS
         return bool(self.state) and in_group and isinstance(v.data, list)
 
-    def _refuse_split_groups(self) -> None:
-        """Refuse a map that joins parameters of several param groups.
+    def _check_groups_stay_joined(self) -> None:
+        """Check that the map does not join parameters of different param groups.
 
         Raises:
-            Unsupported: with two such parameters.
+            Unsupported: two parameters of different groups are joined.
         """
         together = {n: group for group in self.state for n in group.names.values()}
         for v in self.ckpt.values.values():
-            if not self._lists_names(v):
+            if not self._is_name_list(v):
                 continue
             here = set(map(str, v.data))
             for n in v.data:
@@ -589,17 +597,17 @@ class _Mapping:
                     )
 
     def _map_name_lists(self) -> None:
-        """Put the new names into the values that list names: in the param groups, and in DeepSpeed's buffer_names.
-        Other values are kept as they are."""
+        """Copy the values to the result, with new names in those that list names: the param groups and DeepSpeed's
+        buffer_names."""
         new_names: dict[str, tuple[str, ...]] = {}  # {name: what stands at its place}
         for group in self.state:
-            names = self.renamed.get(group.first) or self._names_without_state(group)
+            names = self.renamed.get(group.first) or self._map_stateless_names(group)
             for k, n in enumerate(group.names.values()):
                 new_names[n] = names if k == 0 else ()
         for name, v in self.ckpt.values.items():
             if v.component == "model" or v.slot is not None:
                 continue
-            if self._lists_names(v):
+            if self._is_name_list(v):
                 done: list[object] = []
                 for n in v.data:
                     done += new_names[n] if isinstance(n, str) else [n]
@@ -608,11 +616,11 @@ class _Mapping:
                 v = Value(v.path, [m for n in v.data for m in self.of_weight.get(n, [n])])
             self.values[name] = v
 
-    def _names_without_state(self, group: TensorGroup) -> tuple[str, ...]:
+    def _map_stateless_names(self, group: TensorGroup) -> tuple[str, ...]:
         """Return the new names of a group of parameters without optimizer state.
 
         Raises:
-            Unsupported: a stacked one has no weight that tells how many parts it has.
+            Unsupported: it is a stacked parameter, and no weight tells how many parts it has.
         """
         shapes = {key: self.weights[n].shape for key, n in group.names.items() if n in self.weights}
         if group.from_whole and group.line.stacked and not shapes:
@@ -624,8 +632,8 @@ class _Mapping:
             return tuple(resolve_group(group, shapes, self.sizes, self.map).names.values())
         return tuple(t.named(group.numbers) for t in (group.line.parts if group.from_whole else (group.line.whole,)))
 
-    def _keep_the_rest(self) -> None:
-        """Take over, under their names, the tensors that are neither weights nor state of a parameter."""
+    def _copy_other_tensors(self) -> None:
+        """Copy the tensors that are neither weights nor state of a parameter to the result, under their names."""
         kept = []
         for name, t in self.ckpt.tensors.items():
             mapped_master = t.path[:2] == _MASTER and self.ways["model"] is not None

@@ -30,22 +30,22 @@ from ...options import Progress
 from ...storage.buffers import DEFAULT_BUDGET, IOBudget
 from ...storage.source import Source
 from ..copy.dtypes import cast, numpy_dtype
-from ..copy.stream import Reader, StreamJob, side_by_side, small
+from ..copy.stream import Reader, StreamJob, pair_stream_pieces, read_small_tensors
 from ..handle import cut_chunks
 
 if TYPE_CHECKING:
     from ..copy.dtypes import Array
 
 __all__ = [
-    "describe_differences",
+    "describe_differing_masters",
+    "describe_element_place",
     "find_differing_masters",
+    "find_master_pairs",
     "find_numeric_remainders",
-    "master_pairs",
-    "pairs_of_moments",
-    "refuse_other_masters",
+    "refuse_differing_masters",
     "sample_masters",
-    "some_pairs",
-    "where_element",
+    "select_pairs_of_moments",
+    "select_some_pairs",
 ]
 
 _RANK_FILE = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
@@ -71,9 +71,8 @@ class MasterDifference:
     looked_at: int = 0
 
 
-def master_pairs(ckpt: Checkpoint) -> dict[str, _Pair]:
-    """Return {name of a weight: (its master, the weight)} of those that can be compared; a master is the fp32 copy that
-    training goes on from."""
+def find_master_pairs(ckpt: Checkpoint) -> dict[str, _Pair]:
+    """Return {name of a weight: (its fp32 master, the weight)} of the pairs that can be compared."""
     out = {}
     for name, t in ckpt.tensors.items():
         if t.path[:2] == ("extra", "master") and name not in ckpt.numeric_remainders:
@@ -90,7 +89,8 @@ def master_pairs(ckpt: Checkpoint) -> dict[str, _Pair]:
 
 
 def find_differing_masters(ckpt: Checkpoint, source: Source, progress: Progress) -> dict[str, MasterDifference]:
-    """Read all masters (fp32 copies) and their weights, block by block; returns {weight: how its master differs}.
+    """Compare all fp32 masters with their weights, and return {weight: how its master differs} of those that do not
+    round to their weight.
 
     Args:
         progress: called with ("compare", bytes of masters done, bytes in all).
@@ -98,71 +98,82 @@ def find_differing_masters(ckpt: Checkpoint, source: Source, progress: Progress)
     Raises:
         Corrupt, SourceChanged: bytes are missing or were changed.
     """
-    pairs = master_pairs(ckpt)
+    pairs = find_master_pairs(ckpt)
     found: dict[str, MasterDifference] = {}
     passed, total = 0, sum(t.nbytes for t, _ in pairs.values())
-    for nbytes in _compare(ckpt, source, [(name, 0, pair) for name, pair in pairs.items()], found, DEFAULT_BUDGET):
+    for nbytes in _compare_parts(
+        ckpt, source, [(name, 0, pair) for name, pair in pairs.items()], found, DEFAULT_BUDGET
+    ):
         passed += nbytes
         progress("compare", passed, total)
     return found
 
 
-def pairs_of_moments(whole: Checkpoint, part: Checkpoint) -> Checkpoint:
-    """Return what `part` of a checkpoint lacks of the pairs whose moments it has: a save that stored masters at wrong
-    places stored the moments there, too."""
+def select_pairs_of_moments(whole: Checkpoint, part: Checkpoint) -> Checkpoint:
+    """Return the part of `whole` that has the masters and weights of the parameters with optimizer state in `part`; an
+    empty part if `part` has them all already.
+
+    A save that stored masters at wrong places stored the moments there, too.
+    """
     trained = {t.parameter for t in part.tensors.values() if t.slot is not None}
-    pairs = {n: pair for n, pair in master_pairs(whole).items() if pair[1].parameter in trained}
+    pairs = {n: pair for n, pair in find_master_pairs(whole).items() if pair[1].parameter in trained}
     wanted = {joined(t.path) for pair in pairs.values() for t in pair}
     return whole.part(wanted.__contains__ if wanted - part.tensors.keys() else lambda name: False)
 
 
-def some_pairs(ckpt: Checkpoint, most: int) -> Checkpoint:
-    """Return at most `most` pairs of a checkpoint, spread over its names."""
-    pairs = list(master_pairs(ckpt).values())
+def select_some_pairs(ckpt: Checkpoint, most: int) -> Checkpoint:
+    """Return the part of a checkpoint with at most `most` pairs of a master and its weight, spread over its names."""
+    pairs = list(find_master_pairs(ckpt).values())
     n = min(most, len(pairs))
     wanted = {joined(t.path) for k in range(n) for t in pairs[k * len(pairs) // n]}
     return ckpt.part(wanted.__contains__)
 
 
 def sample_masters(ckpt: Checkpoint, source: Source) -> dict[str, MasterDifference]:
-    """Look at a few places of each master (fp32 copy) and of its weight, or at one where every read is a request;
-    returns {weight: how its master differs}. Compressed tensors are passed over, since only a read of all their bytes
-    could tell.
+    """Compare a few places of each fp32 master with its weight, one place if the source is remote, and return {weight:
+    how its master differs}.
+
+    Compressed tensors are skipped: they would have to be read completely.
 
     Raises:
         Corrupt, SourceChanged: bytes are missing or were changed.
     """
     rows = []
-    for name, (master, weight) in master_pairs(ckpt).items():
+    for name, (master, weight) in find_master_pairs(ckpt).items():
         if not (master.chunks.zstd or weight.chunks.zstd):
-            for box in _sample_boxes(master.shape, 1 if source.is_remote else _PLACES):
-                rows.append((name, boxes.flat_start(master.shape, box[0]), (_cut(master, box), _cut(weight, box))))
+            for box in _choose_sample_boxes(master.shape, 1 if source.is_remote else _PLACES):
+                rows.append(
+                    (name, boxes.flat_start(master.shape, box[0]), (_cut_box(master, box), _cut_box(weight, box)))
+                )
     extents = (c.extent for _, _, both in rows for t in both for c in t.chunks)
     source.prefetch((ckpt.files[e.file], e.offset, e.length) for e in extents)
     found: dict[str, MasterDifference] = {}
-    for _ in _compare(ckpt, source, rows, found, IOBudget(1, 256 << 10)):
+    for _ in _compare_parts(ckpt, source, rows, found, IOBudget(1, 256 << 10)):
         pass
     return found
 
 
-def refuse_other_masters(ckpt: Checkpoint, source: Source) -> None:
-    """Refuse masters (fp32 copies) that do not round to the weights beside them, by a sample of them.
+def refuse_differing_masters(ckpt: Checkpoint, source: Source) -> None:
+    """Raise an error if a sample of the fp32 masters does not round to the weights.
 
     Raises:
-        Corrupt: with counts, the first tensors, their numbers, and what may have happened.
+        Corrupt: a master differs; the message has counts, the first tensors, their numbers, and possible causes.
     """
     if found := sample_masters(ckpt, source):
         raise Corrupt(
-            f"{ckpt.root}: {describe_differences(ckpt, found)}. The weights alone: {argument('only', ['model'])}. To "
+            f"{ckpt.root}: {describe_differing_masters(ckpt, found)}. The weights alone: "
+            f"{argument('only', ['model'])}. To "
             f"keep both as they are, use {argument('allow_mixed_steps', True)}.",
             code="CKPT0415",
         )
 
 
 def find_numeric_remainders(ckpt: Checkpoint, source: Source) -> frozenset[str]:
-    """Find the masters in float32 whose numbers are int16 remainders of the weights, by a sample of each: all of them
-    are whole numbers of 16 bits, and some do not round to their weights. So Megatron-Core writes remainders where it
-    gathers the state of ranks. The first number with a fraction ends the search.
+    """Return the names of the float32 masters whose numbers are in fact int16 remainders of the weights, by a sample of
+    each.
+
+    They are remainders if all numbers of all samples are integers of 16 bits and some do not round to their weights;
+    else the result is empty. Megatron-Core writes remainders like this where it gathers the state of ranks.
 
     Args:
         ckpt: the index, located.
@@ -170,12 +181,12 @@ def find_numeric_remainders(ckpt: Checkpoint, source: Source) -> frozenset[str]:
     import numpy as np
 
     found, other = set[str](), False
-    for master, weight in master_pairs(ckpt).values():
+    for master, weight in find_master_pairs(ckpt).values():
         if weight.dtype != "bfloat16":
             continue
-        box = _sample_boxes(master.shape, 1)[0]
-        both = {"master": _cut(master, box), "weight": _cut(weight, box)}
-        data = small(replace(ckpt, tensors=both), source, both)
+        box = _choose_sample_boxes(master.shape, 1)[0]
+        both = {"master": _cut_box(master, box), "weight": _cut_box(weight, box)}
+        data = read_small_tensors(replace(ckpt, tensors=both), source, both)
         numbers = np.frombuffer(data["master"], "<f4")
         if not ((numbers >= -(1 << 15)) & (numbers < 1 << 15) & (numbers == np.trunc(numbers))).all():
             return frozenset()
@@ -184,9 +195,9 @@ def find_numeric_remainders(ckpt: Checkpoint, source: Source) -> frozenset[str]:
     return frozenset(found) if other else frozenset()
 
 
-def _sample_boxes(shape: tuple[int, ...], most: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Choose at most `most` boxes, as (start, shape), spread over a tensor of this shape; each is a flat range of at
-    most `_ELEMENTS` elements. A small tensor is one box."""
+def _choose_sample_boxes(shape: tuple[int, ...], most: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return at most `most` boxes, as (start, shape), spread over a tensor of this shape; each is a contiguous range of
+    at most `_ELEMENTS` elements. A small tensor is one box."""
     if prod(shape) <= _ELEMENTS * most:
         return [((0,) * len(shape), shape)]
     # a box has part of the dimension `split`, all of those behind it, and one of those before it
@@ -200,23 +211,23 @@ def _sample_boxes(shape: tuple[int, ...], most: int) -> list[tuple[tuple[int, ..
     return [(start, size) for start in starts]
 
 
-def _cut(t: TensorEntry, box: tuple[tuple[int, ...], tuple[int, ...]]) -> TensorEntry:
-    """Return a box (start, shape) of a tensor, as a tensor."""
+def _cut_box(t: TensorEntry, box: tuple[tuple[int, ...], tuple[int, ...]]) -> TensorEntry:
+    """Return a box (start, shape) of a tensor as a tensor."""
     return replace(t, shape=box[1], chunks=cut_chunks(t, box))
 
 
-def _compare(
+def _compare_parts(
     ckpt: Checkpoint,
     source: Source,
     rows: Sequence[tuple[str, int, _Pair]],
     found: dict[str, MasterDifference],
     budget: IOBudget,
 ) -> Iterator[int]:
-    """Compare parts of masters with the same parts of their weights, and put into `found` what differs, {name:
-    difference}; yields the bytes of the master in each step.
+    """Compare parts of masters with the same parts of their weights; yield the bytes of the master in each step.
 
     Args:
         rows: (name of the weight, flat index of the part's first element, (part of the master, part of the weight)).
+        found: {weight: how its master differs}, which is filled in.
     """
     streams = [
         Reader(source, ckpt.files, None, budget).blocks([StreamJob(n, both[k]) for n, _, both in rows])
@@ -224,7 +235,7 @@ def _compare(
     ]
     looked_at: dict[str, int] = {}
     for name, start, (master, weight) in rows:
-        for first, wide, low in side_by_side(streams, master, weight):
+        for first, wide, low in pair_stream_pieces(streams, master, weight):
             looked_at[name] = looked_at.get(name, 0) + len(wide) // 4
             odd = _compare_piece(wide, low, weight.dtype)
             if odd is not None and name in found:
@@ -237,17 +248,21 @@ def _compare(
             yield len(wide)
 
 
-def describe_differences(ckpt: Checkpoint, found: Mapping[str, MasterDifference]) -> str:
-    """Return a text that says, for people, what differing masters mean; `found` is {weight: how its master differs}."""
-    pairs = master_pairs(ckpt)
+def describe_differing_masters(ckpt: Checkpoint, found: Mapping[str, MasterDifference]) -> str:
+    """Return a text about masters that do not round to their weights: counts, the first elements, and what to do.
+
+    Args:
+        found: {weight: how its master differs}.
+    """
+    pairs = find_master_pairs(ckpt)
     rows = [
         f'"{n}": {o.count:,} of {o.looked_at:,} '
         f"elements{' that were looked at' if o.looked_at < pairs[n][0].numel else ''}, the first "
-        f"{where_element(ckpt, pairs[n][0], o.first)}: {_describe_numbers(o)}"
+        f"{describe_element_place(ckpt, pairs[n][0], o.first)}: {_describe_numbers(o)}"
         for n, o in list(found.items())[:_SHOWN]
     ]
     more = f"; and {len(found) - _SHOWN:,} more" if len(found) > _SHOWN else ""
-    known = layouts.program_of(ckpt.layout).about_masters
+    known = layouts.get_program_of(ckpt.layout).about_masters
     return (
         f"{len(found):,} of {len(pairs):,} fp32 masters do not round to the weights beside them. {'; '.join(rows)}"
         f"{more}. The model computes with the weights, and training goes on from the masters, so they are from "
@@ -266,8 +281,12 @@ def _describe_numbers(o: MasterDifference) -> str:
     return f"{rounds}, and the weight is {o.weight:.9g}"
 
 
-def where_element(ckpt: Checkpoint, t: TensorEntry, flat: int) -> str:
-    """Return a text that says where an element of a tensor is, by its flat index: "at [3, 4], in FILE of rank 1"."""
+def describe_element_place(ckpt: Checkpoint, t: TensorEntry, flat: int) -> str:
+    """Return a text that says where an element of a tensor is stored: "at [3, 4], in FILE of rank 1".
+
+    Args:
+        flat: flat index of the element.
+    """
     index = list(boxes.flat_to_boxes(t.shape, flat, flat + 1)[0][0])
     for (start, shape), file in zip(t.chunks.boxes(), t.chunks.file, strict=True):
         if all(a <= i < a + k for i, a, k in zip(index, start, shape, strict=True)):
@@ -279,11 +298,13 @@ def where_element(ckpt: Checkpoint, t: TensorEntry, flat: int) -> str:
 
 
 def _compare_piece(wide: memoryview, low: memoryview, dtype: str) -> MasterDifference | None:
-    """Compare elements of a master with those of its weight, which may have been cast since: from one half to the
-    other, or to float32.
+    """Compare elements of a master with those of its weight, which may have been cast since from one 16-bit float dtype
+    to the other, or to float32.
 
     Args:
-        wide, low: bytes of the same elements of the master, in float32, and of the weight, in `dtype`.
+        wide: bytes of elements of the master, in float32.
+        low: bytes of the same elements of the weight.
+        dtype: the dtype of the weight.
 
     Returns:
         How they differ, with `first` counted from the first of these elements; None where they agree.
@@ -291,7 +312,7 @@ def _compare_piece(wide: memoryview, low: memoryview, dtype: str) -> MasterDiffe
     import numpy as np
 
     f, w = np.frombuffer(wide, "<f4"), np.frombuffer(low, numpy_dtype(dtype))
-    r = _round(f, "float32", dtype)
+    r = _cast_array_like_torch(f, "float32", dtype)
     bits = "u4" if dtype == "float32" else "u2"
     wrong = r.view(bits) != w.view(bits)
     if not wrong.any():
@@ -306,15 +327,17 @@ def _compare_piece(wide: memoryview, low: memoryview, dtype: str) -> MasterDiffe
         wrong &= ((f.view("u4") + 0x8000) >> 16).astype("u2") != w.view("u2")
     for other in _HALF:
         if other != dtype:
-            wrong &= _round(_round(f, "float32", other), other, dtype).view(bits) != w.view(bits)
+            wrong &= _cast_array_like_torch(_cast_array_like_torch(f, "float32", other), other, dtype).view(
+                bits
+            ) != w.view(bits)
     if not wrong.any():
         return None
     k = int(wrong.argmax())
     return MasterDifference(int(np.count_nonzero(wrong)), k, float(f[k]), float(a[k]), float(b[k]))
 
 
-def _round(x: Array, dtype: str, to: str) -> Array:
-    """Return elements of `dtype` in the dtype `to`, as torch rounds them."""
+def _cast_array_like_torch(x: Array, dtype: str, to: str) -> Array:
+    """Return the elements `x`, of torch dtype `dtype`, in the torch dtype `to`, rounded as torch does."""
     import numpy as np
 
     out = np.empty(x.shape, numpy_dtype(to))

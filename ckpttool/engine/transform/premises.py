@@ -14,7 +14,7 @@ from ... import bounded_json
 from ...errors import CkpttoolError, Unsupported, argument
 from ...huggingface import Config, maps
 from ...index.checkpoint import Checkpoint
-from ...index.expressions import evaluate, keys_of
+from ...index.expressions import evaluate, list_expression_keys
 from ...index.name_maps import NameMap, Premise
 from ...index.trees import nest
 from ...printable import list_first
@@ -29,14 +29,17 @@ _YAML = re.compile(r"^  (\w+): (\S.*)$", re.MULTILINE)
 
 
 def read_job_arguments(ckpt: Checkpoint, source: Source) -> tuple[dict[str, Any], str]:
-    """Read the arguments of the job that wrote a checkpoint; returns ({name: value}, what says so, for messages), ({},
-    "") where there are none."""
+    """Read the arguments of the job that wrote a checkpoint.
+
+    Returns:
+        ({name: value}, where they are from, for messages); ({}, "") where there are none.
+    """
     if ckpt.arguments:
         found = nest(ckpt.arguments)
         if found.get("group_query_attention") is False:  # then Megatron-LM does not look at the number of groups
             found["num_query_groups"] = found.get("num_attention_heads")
         return found, "the job (extra.args)"
-    for name, parsed in ((_NEMO, _parse_nemo), (_META, _parse_meta)):
+    for name, parsed in ((_NEMO, _parse_nemo_config), (_META, _parse_meta_params)):
         if (
             source.exists(name)
             and source.size(name) <= _MOST_BYTES
@@ -46,9 +49,9 @@ def read_job_arguments(ckpt: Checkpoint, source: Source) -> tuple[dict[str, Any]
     return {}, ""
 
 
-def _parse_nemo(data: bytes, name: str) -> dict[str, Any]:
-    """Parse the scalars of `config` in the YAML that NeMo's io.dump writes: one line each, indented by two. `name`
-    names the file in errors."""
+def _parse_nemo_config(data: bytes, name: str) -> dict[str, Any]:
+    """Parse the scalars of `config` in the YAML that NeMo's io.dump writes, one line each and indented by two, and
+    return {key: value}. `name` names the file in errors."""
     _, _, config = data.decode(errors="replace").partition("\nconfig:\n")
     out: dict[str, Any] = {}
     for m in _YAML.finditer(re.split(r"^\S", config, maxsplit=1, flags=re.MULTILINE)[0]):
@@ -59,8 +62,9 @@ def _parse_nemo(data: bytes, name: str) -> dict[str, Any]:
     return out
 
 
-def _parse_meta(data: bytes, name: str) -> dict[str, Any]:
-    """Parse Meta's params.json, named `name` in errors; {} where it is another file of that name."""
+def _parse_meta_params(data: bytes, name: str) -> dict[str, Any]:
+    """Parse Meta's params.json and return its content; {} if the file is no params.json of Meta. `name` names the file
+    in errors."""
     try:
         found = bounded_json.parse(data, name)
     except CkpttoolError:
@@ -69,17 +73,19 @@ def _parse_meta(data: bytes, name: str) -> dict[str, Any]:
 
 
 def check_premises(found: NameMap, job: tuple[Config, str], config: Config, given: str | None) -> list[str]:
-    """Compare the premises of a map, what must hold for it to be right, with the job and config.json; returns notes on
-    what the job's arguments do not tell.
+    """Check the premises of a map, i.e. what must be true of the job and config.json for the map to be right.
 
     Args:
         found: the map.
-        job: (the arguments of the job, where they stand), as `read_job_arguments` gives them.
-        config: what config.json says of the text model; empty where there is none.
-        given: the folder or id that was named as the config; None where the one beside the source is meant.
+        job: (the arguments of the job, where they are from), as `read_job_arguments` returns them.
+        config: config.json of the text model; empty where there is none.
+        given: the folder or id that the user named as the config; None for the config beside the source.
+
+    Returns:
+        Notes on premises that cannot be checked, since the job's arguments are unknown.
 
     Raises:
-        Unsupported: the arguments contradict config.json, or what the map is right for.
+        Unsupported: the arguments contradict config.json, or a premise of the map.
     """
     arguments, where = job
     theirs = f"config.json ({argument('config', given)})" if given is not None else "config.json beside the source"
@@ -97,11 +103,12 @@ def check_premises(found: NameMap, job: tuple[Config, str], config: Config, give
             f"the map {found.name} is not right for this model: {'; '.join(wrong[:_SHOWN])}{more}. The result would be "
             f"another model. Give {argument('config')} the config.json of the model that this job trained. If a "
             f"premise is wrong for your model code, give {argument('map')} a map of your own without it, or with lines "
-            "for it" + (f": `ckpttool maps {found.name}` prints this one." if found.name in maps.names() else "."),
+            "for it"
+            + (f": `ckpttool maps {found.name}` prints this one." if found.name in maps.list_map_names() else "."),
             code="CKPT0310",
         )
     if arguments:
-        missing = _unknown_arguments(found, arguments)
+        missing = _list_unknown_arguments(found, arguments)
     else:
         missing = [k for k in found.arguments if evaluate(k, arguments) is None]
     if not missing:
@@ -111,17 +118,19 @@ def check_premises(found: NameMap, job: tuple[Config, str], config: Config, give
     return [f"{has}, so it is not known whether the premises of the map {found.name} hold: {shown}"]
 
 
-def _unknown_arguments(found: NameMap, arguments: Config) -> list[str]:
-    """List the arguments of the job that premises of a map need and that `arguments` does not have."""
+def _list_unknown_arguments(found: NameMap, arguments: Config) -> list[str]:
+    """List the arguments of the job that a map's premises need and that `arguments` lacks."""
     asked = [p.job for p in found.premises if p.condition is None or evaluate(p.condition, arguments)]
     asked += [n.condition for n in found.lines if n.condition is not None]
     asked += [a.condition for a in found.added_one]
-    return list(dict.fromkeys(k for text in asked if evaluate(text, arguments) is None for k in keys_of(text)[:1]))
+    return list(
+        dict.fromkeys(k for text in asked if evaluate(text, arguments) is None for k in list_expression_keys(text)[:1])
+    )
 
 
 def _is_contradicted(premise: Premise, arguments: Config, config: Config) -> bool:
     """Tell whether a premise is known to be wrong: both of its sides have values, and they differ."""
-    if (not arguments and keys_of(premise.job)) or (
+    if (not arguments and list_expression_keys(premise.job)) or (
         premise.condition is not None and not evaluate(premise.condition, arguments)
     ):
         return False
@@ -131,7 +140,11 @@ def _is_contradicted(premise: Premise, arguments: Config, config: Config) -> boo
 
 def _describe_side(expression: str, values: Config, where: str) -> str:
     """Describe one side of a premise, an expression, with the values of its keys; `where` names what they are from."""
-    known = [f"{k} = {evaluate(k, values)!r:.80}" for k in keys_of(expression) if evaluate(k, values) is not None]
-    if not keys_of(expression):
+    known = [
+        f"{k} = {evaluate(k, values)!r:.80}"
+        for k in list_expression_keys(expression)
+        if evaluate(k, values) is not None
+    ]
+    if not list_expression_keys(expression):
         return f"the map is right for {expression} only"
-    return f"{where} {'has' if known else 'has none of'} {', '.join(known or keys_of(expression))}"
+    return f"{where} {'has' if known else 'has none of'} {', '.join(known or list_expression_keys(expression))}"

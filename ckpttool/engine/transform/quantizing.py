@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ..copy.dtypes import Array
     from ..opening import OpenCheckpoint
 
-__all__ = ["FP8_BLOCK", "QuantizedSource", "describe_errors", "quantize", "refuse_scheme"]
+__all__ = ["FP8_BLOCK", "QuantizedSource", "check_scheme", "describe_quantisation_errors", "quantize"]
 
 FP8_BLOCK = "fp8-block"
 _LARGEST = 448  # of float8_e4m3fn
@@ -71,21 +71,21 @@ _ROUTER = re.compile(r"(gate|router)$")
 _NOT_LINEAR = re.compile(r"norm|embed|bias|ln_|conv")
 
 
-def refuse_scheme(scheme: str) -> None:
-    """Refuse a scheme that ckpttool does not write.
+def check_scheme(scheme: str) -> None:
+    """Check that ckpttool writes a quantisation scheme.
 
     Raises:
-        Unsupported: with the program that makes weights of that scheme, where one is known.
+        Unsupported: it does not; the message names the program that makes weights of that scheme, if known.
     """
     if scheme != FP8_BLOCK:
         raise Unsupported(
             f"{argument('quantize', scheme)}: ckpttool writes {FP8_BLOCK} alone, which needs no data for calibration."
-            f"{_name_maker(scheme)}",
+            f"{_describe_maker(scheme)}",
             code="CKPT0334",
         )
 
 
-def _name_maker(scheme: object) -> str:
+def _describe_maker(scheme: object) -> str:
     """Return a sentence on the program that makes weights of a scheme; "" where none is known."""
     words = str(scheme).lower()
     program = next((program for parts, program in _PROGRAMS if any(part in words for part in parts)), None)
@@ -103,10 +103,10 @@ class _Scheme(NamedTuple):
 
 
 def _read_scheme(config: Config) -> _Scheme:
-    """Return what the quantization_config of a model's config asks for.
+    """Return the scheme that the quantization_config of a model's config asks for; the default where it has none.
 
     Raises:
-        Unsupported: it asks for another scheme.
+        Unsupported: it asks for another scheme than fp8 in blocks.
     """
     places = (config, config.get("text_config"))
     stated = next(
@@ -124,7 +124,7 @@ def _read_scheme(config: Config) -> _Scheme:
         if found != wanted:
             raise Unsupported(
                 f"{argument('quantize', FP8_BLOCK)}: quantization_config of config.json has {key} {found!r}, and not "
-                f"{wanted!r}.{_name_maker(found)} Give "
+                f"{wanted!r}.{_describe_maker(found)} Give "
                 f"{argument('config')} a config of this model without it, or with the one that is wanted.",
                 code="CKPT0334",
             )
@@ -153,28 +153,41 @@ class _Chosen(NamedTuple):
 
 
 def _choose_weights(model: Mapping[str, TensorEntry], config: Config, scheme: _Scheme) -> _Chosen:
-    """Choose the weights to quantise, by their names on the Hub, {name: weight}.
+    """Choose the weights to quantise.
+
+    Args:
+        model: {name on the Hub: weight}.
 
     Raises:
         MissingPackage: transformers, which knows the linear layers, is not installed.
     """
-    linear = _find_linear(model, config)
+    linear = _list_linear_weights(model, config)
     if scheme.kept is not None:
-        return _Chosen([n for n in linear if not _is_named(_module(n), scheme.kept)], [], [])
-    usual = [n for n in linear if _IN_LAYER.search(n) and not _OTHER_TOWER.search(n) and not _ROUTER.search(_module(n))]
-    ragged = [] if scheme.stated is not None else [n for n in usual if _is_ragged(model[n].shape, scheme.block)]
-    parents = {_parent(n) for n in ragged}
-    chosen = [n for n in usual if _parent(n) not in parents]
+        return _Chosen([n for n in linear if not _matches_module(_module_of_weight(n), scheme.kept)], [], [])
+    usual = [
+        n
+        for n in linear
+        if _IN_LAYER.search(n) and not _OTHER_TOWER.search(n) and not _ROUTER.search(_module_of_weight(n))
+    ]
+    ragged = (
+        [] if scheme.stated is not None else [n for n in usual if _has_partial_blocks(model[n].shape, scheme.block)]
+    )
+    parents = {_fused_group_of_weight(n) for n in ragged}
+    chosen = [n for n in usual if _fused_group_of_weight(n) not in parents]
     quantised = set(chosen)
-    rest = [_parent(n) if ".experts" in _parent(n) else _module(n) for n in linear if n not in quantised]
+    rest = [
+        _fused_group_of_weight(n) if ".experts" in _fused_group_of_weight(n) else _module_of_weight(n)
+        for n in linear
+        if n not in quantised
+    ]
     return _Chosen(chosen, list(dict.fromkeys(rest)), ragged)
 
 
-def _find_linear(model: Mapping[str, TensorEntry], config: Config) -> list[str]:
-    """List the weights of linear layers and experts, by transformers' model, or by their names where it does not know
-    the model."""
+def _list_linear_weights(model: Mapping[str, TensorEntry], config: Config) -> list[str]:
+    """List the names of the floating-point weights of linear layers and experts, by transformers' model; by their names
+    where transformers does not know the model."""
     try:
-        relation = hub_names.relate(dict(config), None, linear=True)
+        relation = hub_names.relate_to_hub(dict(config), None, linear=True)
         linear, views = set(relation.linear), relation.views
     except Unsupported:
         linear, views = set(), {}
@@ -189,19 +202,24 @@ def _find_linear(model: Mapping[str, TensorEntry], config: Config) -> list[str]:
     return out
 
 
-def _module(name: str) -> str:
-    """Return the module of a weight: what is before the last dot."""
+def _module_of_weight(name: str) -> str:
+    """Return the module of a weight: what is before the last dot of its name."""
     return name.rpartition(".")[0]
 
 
-def _parent(name: str) -> str:
-    """Return the module that the module of a weight is in ("model.layers.0.mlp.experts" of any expert), whose weights
-    serving programs fuse."""
-    return re.sub(r"(\.\d+)+$", "", _module(_module(name)) if name.endswith(".weight") else _module(name))
+def _fused_group_of_weight(name: str) -> str:
+    """Return the module whose weights serving programs fuse with this one: the parent of the weight's module, without
+    numbers at its end ("model.layers.0.mlp.experts" for any expert)."""
+    return re.sub(
+        r"(\.\d+)+$",
+        "",
+        _module_of_weight(_module_of_weight(name)) if name.endswith(".weight") else _module_of_weight(name),
+    )
 
 
-def _is_named(module: str, patterns: Iterable[str]) -> bool:
-    """Return whether one of transformers' patterns names a module: from its beginning up to a dot, or its end."""
+def _matches_module(module: str, patterns: Iterable[str]) -> bool:
+    """Tell whether one of transformers' patterns matches a module: from its beginning up to a dot or its end, or
+    literally at its end."""
     for pattern in patterns:
         try:
             found = re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", module)
@@ -212,8 +230,8 @@ def _is_named(module: str, patterns: Iterable[str]) -> bool:
     return False
 
 
-def _is_ragged(shape: tuple[int, ...], block: tuple[int, int]) -> bool:
-    """Return whether a matrix has several blocks along a side, of which the last one is not whole."""
+def _has_partial_blocks(shape: tuple[int, ...], block: tuple[int, int]) -> bool:
+    """Tell whether a matrix has several blocks along a side, the last of which is incomplete."""
     return any(n > b and n % b for n, b in zip(shape[-2:], block, strict=True))
 
 
@@ -228,10 +246,10 @@ class _Blocks(NamedTuple):
 
 
 def _quantize_blocks(x: Array, scheme: _Scheme) -> _Blocks:
-    """Quantise float32 numbers, [rows, columns], that begin at the edge of a block.
+    """Quantise float32 numbers, [rows, columns], whose first row and column begin a block.
 
     Raises:
-        ValueError: one is infinite or NaN.
+        ValueError: a number is infinite or NaN.
     """
     import ml_dtypes
     import numpy as np
@@ -259,9 +277,13 @@ def _quantize_blocks(x: Array, scheme: _Scheme) -> _Blocks:
     return _Blocks(codes, scales)
 
 
-def _measure_error(x: Array, found: _Blocks, scheme: _Scheme) -> list[float]:
-    """Return [sum of the squares of the errors, sum of the squares of the numbers, largest error] of float32 numbers
-    and their codes."""
+def _measure_errors(x: Array, found: _Blocks, scheme: _Scheme) -> list[float]:
+    """Return [sum of the squared errors, sum of the squared numbers, largest absolute error] of quantised numbers.
+
+    Args:
+        x: the float32 numbers, [rows, columns].
+        found: their codes and scales.
+    """
     import numpy as np
 
     squares = of = largest = 0.0
@@ -278,17 +300,19 @@ def _measure_error(x: Array, found: _Blocks, scheme: _Scheme) -> list[float]:
 class QuantizedSource(ComputedSource):
     """The files of another source, and codes and scales that are computed from its weights.
 
-    `measured` {"PAGE MATRIX": the numbers of `_measure_error`} of the pages of codes that were computed so far, here or
-    by workers.
+    `measured` {"PAGE MATRIX": the numbers of `_measure_errors`} of the pages of codes that were computed so far, here
+    or by workers.
     """
 
     def __init__(self, base: Source, pages: Mapping[str, PagedFile]) -> None:
         super().__init__(base, pages, (), base.working_bytes + _WORKING_BYTES)
 
     def compute_errors(self, quantized: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the errors of all weights together and of the worst one, as plain data: `Checkpoint.quantized`
-        without the files. Pages that were not computed
-        here or by workers, such as those that an interrupted run has written, are computed for it.
+        """Return a summary of the quantisation errors, for `Draft.summary`: {"scheme", "block", "weights",
+        "rms_relative_error", "max_abs_error", "worst"}, where "worst" describes the weight with the largest RMS error.
+
+        Pages of codes that were not computed here or by workers, such as those that an interrupted run has written, are
+        computed for it.
 
         Args:
             quantized: `Checkpoint.quantized`.
@@ -314,8 +338,12 @@ class QuantizedSource(ComputedSource):
         }
 
 
-def describe_errors(about: Mapping[str, Any]) -> str:
-    """Return a sentence about the errors of quantised weights, as `Draft.summary` has them."""
+def describe_quantisation_errors(about: Mapping[str, Any]) -> str:
+    """Return a sentence about the errors of quantised weights.
+
+    Args:
+        about: what `QuantizedSource.compute_errors` returned.
+    """
     worst = about["worst"]
     return (
         f"{about['weights']:,} weights are {about['scheme']} now; against the source, the error is "
@@ -328,12 +356,12 @@ def describe_errors(about: Mapping[str, Any]) -> str:
 
 
 def quantize(opened: OpenCheckpoint, given: str | None) -> tuple[Checkpoint, QuantizedSource]:
-    """Return the same state, (index, files), in which weights are codes and scales; nothing is computed yet.
-    `Checkpoint.quantized` says what was done.
+    """Return the same state, (index, files), with weights replaced by codes and scales that are computed when they are
+    read; `Checkpoint.quantized` of the index says what was done.
 
     Args:
         opened: the state, with the names of the Hub.
-        given: folder or id of the model whose config counts; None: the one beside the source.
+        given: folder or id of the model whose config is used; None for the config beside the source.
 
     Raises:
         Unsupported: there is no config, it asks for another scheme, or no weight can be quantised.
@@ -371,7 +399,7 @@ def quantize(opened: OpenCheckpoint, given: str | None) -> tuple[Checkpoint, Qua
         if t.path[0] == "model" and joined(t.path[1:]) in wanted:
             leads = product(*map(range, t.shape[:-2]))
             matrices = [_Matrix(name, lead, t.shape[-2:], scheme, read, of_codes) for lead in leads]
-            tensors |= _add_codes(files, name, t, matrices)
+            tensors |= _add_codes_and_scales(files, name, t, matrices)
             weights |= {m.file("codes"): name for m in matrices}
         else:
             tensors[name] = t
@@ -383,7 +411,7 @@ def quantize(opened: OpenCheckpoint, given: str | None) -> tuple[Checkpoint, Qua
     note = f"{len(wanted):,} weights become fp8 in blocks of {scheme.block[0]}x{scheme.block[1]}{left}"
     quantized = {
         "scheme": FP8_BLOCK,
-        "config": _make_config(scheme, chosen),
+        "config": _make_quantization_config(scheme, chosen),
         "files": weights,
         "more_to_read": 2 * sum(model[n].nbytes for n in wanted) - sum(p.size for p in files.made.values()),
     }
@@ -392,8 +420,8 @@ def quantize(opened: OpenCheckpoint, given: str | None) -> tuple[Checkpoint, Qua
     return out, computed
 
 
-def _make_config(scheme: _Scheme, chosen: _Chosen) -> dict[str, Any]:
-    """Make the quantization_config of the model that is written: the one that was stated, or a new one."""
+def _make_quantization_config(scheme: _Scheme, chosen: _Chosen) -> dict[str, Any]:
+    """Return the quantization_config for the model that is written: the one in the config, or a new one."""
     if scheme.stated is not None:
         return dict(scheme.stated)
     return {
@@ -439,30 +467,31 @@ class _Matrix:
         return f"{self.name}{list(self.lead) or ''} ({kind})"
 
     def compute_codes(self, first: int, end: int) -> Array:
-        """Compute the codes [first, end) of whole rows of blocks, and measure their error."""
+        """Compute the codes [first, end), which are complete rows of blocks, and record their errors in `measured`."""
         import ml_dtypes
         import numpy as np
 
         rows, sums = range(first // self.shape[1], end // self.shape[1]), [0.0, 0.0, 0.0]
         out = np.empty((len(rows), self.shape[1]), ml_dtypes.float8_e4m3fn)
-        for columns, x, found in self._blocks(rows):
+        for columns, x, found in self._quantize_rows(rows):
             out[:, columns] = found.codes
-            error = _measure_error(x, found, self.scheme)
+            error = _measure_errors(x, found, self.scheme)
             sums = [sums[0] + error[0], sums[1] + error[1], max(sums[2], error[2])]
         page = rows.start // (self.page_blocks * self.scheme.block[0])
         self.measured[f"{page} {self.file('codes')}"] = sums
         return out
 
     def compute_scales(self, first: int, end: int) -> Array:
-        """Compute the scales [first, end) of whole rows of blocks."""
+        """Compute the scales [first, end), which are complete rows of blocks."""
         import numpy as np
 
         down, along = self.scheme.block[0], self.grid[1]
         rows = range(first // along * down, min(end // along * down, self.shape[0]))
-        return np.concatenate([found.scales for _, _, found in self._blocks(rows)], axis=1)
+        return np.concatenate([found.scales for _, _, found in self._quantize_rows(rows)], axis=1)
 
-    def _blocks(self, rows: range) -> Iterator[tuple[slice, Array, _Blocks]]:
-        """Quantise some rows; yields (columns, their numbers, codes and scales) of as many columns as fit into a page.
+    def _quantize_rows(self, rows: range) -> Iterator[tuple[slice, Array, _Blocks]]:
+        """Quantise some rows, and yield (columns, their numbers, codes and scales) for as many columns as fit into a
+        page.
 
         Raises:
             Corrupt: a number is infinite or NaN.
@@ -482,12 +511,16 @@ class _Matrix:
                 ) from None
 
 
-def _add_codes(files: ComputedFiles, name: str, t: TensorEntry, matrices: Iterable[_Matrix]) -> dict[str, TensorEntry]:
-    """Add a file of codes and one of scales for every matrix of a weight; returns both tensors by their names.
+def _add_codes_and_scales(
+    files: ComputedFiles, name: str, t: TensorEntry, matrices: Iterable[_Matrix]
+) -> dict[str, TensorEntry]:
+    """Add a computed file of codes and one of scales for every matrix of a weight, and return {name: tensor} of the
+    weight's codes and scales.
 
     Args:
-        name: of the weight.
+        name: the weight's canonical name.
         t: the weight.
+        matrices: its matrices.
     """
     codes, scales = Chunks(len(t.shape)), Chunks(len(t.shape))
     grid: tuple[int, ...] = ()

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import Corrupt, argument
 from ...index.checkpoint import Checkpoint, Chunks, TensorEntry, joined
-from ..computed_files import BoxReader, ComputedFiles, choose_page
+from ..computed_files import BoxReader, ComputedFiles, choose_page_size
 
 if TYPE_CHECKING:
     from ...storage.source import Source
@@ -32,9 +32,9 @@ __all__ = [
     "add_joined_masters",
     "describe_remainders",
     "find_remainders",
-    "join_halves",
-    "name_masters",
-    "weights_with_remainders",
+    "join_masters",
+    "list_weights_with_remainders",
+    "move_masters_to_extra",
 ]
 
 #: What FusedAdam calls the master among a parameter's state.
@@ -42,24 +42,24 @@ _SLOT = "master_param"
 
 
 def find_remainders(ckpt: Checkpoint) -> dict[str, TensorEntry]:
-    """Find the masters that are stored as remainders: {name of the remainder: the bf16 weight that it belongs to}. An
-    int16 tensor whose weight is not in the checkpoint, or is not bf16 of the same shape, is none."""
+    """Return {name of a master that is stored as a remainder: its bf16 weight}. A tensor whose weight is missing, not
+    bf16, or of another shape is no remainder."""
     out = {}
     for name, t in ckpt.tensors.items():
-        of = _weight_of(t) if t.dtype == "int16" or name in ckpt.numeric_remainders else None
+        of = _name_of_weight(t) if t.dtype == "int16" or name in ckpt.numeric_remainders else None
         weight = ckpt.tensors.get(of) if of is not None else None
         if weight is not None and weight.dtype == "bfloat16" and weight.shape == t.shape:
             out[name] = weight
     return out
 
 
-def weights_with_remainders(ckpt: Checkpoint) -> frozenset[str]:
+def list_weights_with_remainders(ckpt: Checkpoint) -> frozenset[str]:
     """Return the names of the weights whose masters are stored as remainders."""
     return frozenset(joined(weight.path) for weight in find_remainders(ckpt).values())
 
 
-def _weight_of(t: TensorEntry) -> str | None:
-    """Return the name of the weight that a tensor would be the master of, by its path; None if it is none."""
+def _name_of_weight(t: TensorEntry) -> str | None:
+    """Return the name of the weight that a tensor is the master of, by the tensor's path; None if it is no master."""
     if t.path[:2] == ("extra", "master"):
         return joined(("model", *t.path[2:]))
     if t.path[:2] == ("optim", "state") and len(t.path) == 4 and t.path[3] == _SLOT:
@@ -68,7 +68,11 @@ def _weight_of(t: TensorEntry) -> str | None:
 
 
 def describe_remainders(found: Iterable[str]) -> list[str]:
-    """Return a sentence on masters that stay remainders; none where there are no such. `found` is their names."""
+    """Return a list with one sentence about masters that stay remainders; [] where there are none.
+
+    Args:
+        found: the names of the masters.
+    """
     names = list(found)
     return names and [
         f'{len(names):,} fp32 masters, first "{names[0]}", stay as they are stored: int16 remainders of the bf16 '
@@ -77,9 +81,9 @@ def describe_remainders(found: Iterable[str]) -> list[str]:
     ]
 
 
-def join_halves(weight: Array, remainder: Array) -> Array:
-    """Return the fp32 masters of bf16 weights and their int16 remainders, exactly; all three are of equal lengths, and
-    `weight` is bf16 numbers in any dtype of two bytes."""
+def join_masters(weight: Array, remainder: Array) -> Array:
+    """Return the exact fp32 masters of bf16 weights and int16 remainders. All arrays have one length; `weight` has any
+    dtype of two bytes that holds the bits of bf16."""
     low = remainder.view("u2")
     out: Array = ((weight.view("u2") - (low >> 15)).astype("u4") << 16 | low).view("f4")
     return out
@@ -88,19 +92,21 @@ def join_halves(weight: Array, remainder: Array) -> Array:
 def add_joined_masters(
     ckpt: Checkpoint, source: Source, chosen: Mapping[str, TensorEntry], files: ComputedFiles
 ) -> Checkpoint:
-    """Put float32 masters in the place of remainders; they are computed when they are read. Returns the index.
+    """Replace remainders by float32 masters that are computed when they are read, and return the new index.
 
     Args:
         ckpt: the index, located.
         source: its files.
         chosen: {remainder: its weight}.
-        files: gets those that are computed.
+        files: gets the computed files.
     """
     reader, tensors = BoxReader(ckpt, source), dict(ckpt.tensors)
     for name, weight in chosen.items():
         t = ckpt.tensors[name]
         compute = _make_joiner(reader, weight, t, name)
-        place = files.add(f"{name} (joined with its weight)", "float32", t.shape, compute, choose_page([t, weight]))
+        place = files.add(
+            f"{name} (joined with its weight)", "float32", t.shape, compute, choose_page_size([t, weight])
+        )
         tensors[name] = TensorEntry("float32", t.shape, t.path, Chunks.whole(t.shape, *place))
     files.working_bytes += reader.working_bytes
     note = (
@@ -114,8 +120,8 @@ def add_joined_masters(
 def _make_joiner(
     reader: BoxReader, weight: TensorEntry, remainder: TensorEntry, name: str
 ) -> Callable[[int, int], Array]:
-    """Return a function that reads elements [first, end) of a weight and its remainder, whose name is `name`, and joins
-    them."""
+    """Return a function (first, end) that reads these elements of a weight and its remainder and joins them to float32;
+    `name` names the remainder in errors."""
 
     def join_range(first: int, end: int) -> Array:
         """Read both, and join them.
@@ -136,17 +142,17 @@ def _make_joiner(
                     code="CKPT0415",
                 )
             low = whole
-        return join_halves(reader.read_range(weight, first, end), low)
+        return join_masters(reader.read_range(weight, first, end), low)
 
     return join_range
 
 
-def name_masters(ckpt: Checkpoint) -> Checkpoint:
-    """Return the same state with the masters that FusedAdam keeps among a parameter's state (`master_param`, of its
-    weight's shape) under extra.master, where layouts look that keep masters elsewhere."""
+def move_masters_to_extra(ckpt: Checkpoint) -> Checkpoint:
+    """Return the same state with FusedAdam's masters (the slot `master_param`, with the shape of its weight) moved to
+    extra.master, where other layouts look for masters."""
     tensors = {}
     for name, t in ckpt.tensors.items():
-        of = _weight_of(t)
+        of = _name_of_weight(t)
         weight = ckpt.tensors.get(of) if of is not None and t.path[0] == "optim" else None
         path = ("extra", "master", t.path[2]) if weight is not None and weight.shape == t.shape else t.path
         there = name if path == t.path or joined(path) in ckpt.tensors else joined(path)

@@ -53,20 +53,20 @@ def add_decoded_part(
     files: ComputedFiles,
     dtype: str,
 ) -> Extent:
-    """Add the file with the numbers of a quantised tensor, or of one rank's part of it; returns its place.
+    """Add a computed file with the numbers of a quantised tensor, or of one rank's part of it, and return its place.
 
     Args:
-        name: of the tensor, for messages.
-        about: the value that describes it.
+        name: the tensor, for messages.
+        about: the value that describes the tensor subclass.
         place: (first row, shape) of the part.
-        parts: {name inside: the tensor}.
+        parts: {attribute of the tensor subclass: its tensor}.
         reader: reads them.
         files: gets the file.
-        dtype: of the numbers.
+        dtype: dtype of the numbers.
 
     Raises:
-        Unsupported: its scales are swizzled, or it has columns alone.
-        Corrupt: its dtype is unknown, or what it is made of has other shapes.
+        Unsupported: its scales are swizzled, or it has columnwise data only.
+        Corrupt: its dtype is unknown, or its tensors have wrong shapes.
     """
     kind, state = str(about["class"][1]), about["state"]
     codes = parts.get("data" if kind == "Float8Tensor" else "rowwise_data")
@@ -82,7 +82,7 @@ def add_decoded_part(
     fp8 = state.get("fp8_dtype")
     if isinstance(fp8, Opaque):
         fp8 = fp8.args[0] if fp8.args else fp8.state
-    problem = _find_problem(kind, state, shape, parts, codes)
+    problem = _describe_misfit(kind, state, shape, parts, codes)
     if problem or (kind != "NVFP4Tensor" and fp8 not in _DTYPES):
         raise Corrupt(
             f'"{name}" is a TransformerEngine {kind} of {list(shape)}, and {problem or f"its dtype is {fp8}"}.',
@@ -94,10 +94,10 @@ def add_decoded_part(
         import numpy as np
 
         row, rows = first // columns, (end - first) // columns
-        raw = _read(reader, codes, (row * width, rows * width)).reshape(rows, width)
+        raw = _read_flat(reader, codes, (row * width, rows * width)).reshape(rows, width)
         numbers = _decode_fp4(raw) if kind == "NVFP4Tensor" else raw.view(numpy_dtype(_DTYPES[fp8])).astype("f4")
         with np.errstate(all="ignore"):
-            numbers *= _find_scales(kind, state, parts, reader, (row, rows, columns))
+            numbers *= _read_scales(kind, state, parts, reader, (row, rows, columns))
         return cast_array(numbers.reshape(-1), "float32", dtype)[0]
 
     every = max(1, prod(shape[:-1]))
@@ -106,10 +106,10 @@ def add_decoded_part(
     return files.add(f"{name} (dequantized, from row {place[0]})", dtype, shape, compute, rows * columns, 16)
 
 
-def _find_problem(
+def _describe_misfit(
     kind: str, state: Mapping[str, Any], shape: tuple[int, ...], parts: Mapping[str, TensorEntry], codes: TensorEntry
 ) -> str:
-    """Return what does not fit in a tensor of the class `kind`; "" if all does. Arguments are as in
+    """Return a text on what does not fit in a tensor of the class `kind`; "" if everything fits. Arguments are as in
     `add_decoded_part`."""
     columns, rows = (shape[-1] if shape else 1), prod(shape[:-1])
     packed = kind == "NVFP4Tensor"
@@ -133,43 +133,47 @@ def _find_problem(
     return ""
 
 
-def _read(reader: BoxReader, t: TensorEntry, flat: tuple[int, int]) -> Array:
-    """Read (first, count) elements of a tensor, row-major; of one that is compressed, all of it is read first."""
+def _read_flat(reader: BoxReader, t: TensorEntry, flat: tuple[int, int]) -> Array:
+    """Read elements of a tensor as a flat array; a compressed tensor is read completely first.
+
+    Args:
+        flat: (flat index of the first element, number of elements).
+    """
     first, count = flat
     if t.chunks.zstd:
         return reader.read(t, [((0,) * len(t.shape), t.shape)])[first : first + count]
     return reader.read_range(t, first, first + count)
 
 
-def _find_scales(
+def _read_scales(
     kind: str,
     state: Mapping[str, Any],
     parts: Mapping[str, TensorEntry],
     reader: BoxReader,
     where: tuple[int, int, int],
 ) -> Array:
-    """Return the scale of every number of some rows, in a shape that fits them.
+    """Return the scales of some rows, in a shape that broadcasts over [rows, columns].
 
     Args:
         kind: the class of the tensor.
         state: its attributes.
-        parts: {name inside: the tensor}.
+        parts: {attribute of the tensor subclass: its tensor}.
         reader: reads them.
-        where: (first row, rows, columns).
+        where: (first row, number of rows, number of columns).
     """
     import numpy as np
 
     row, rows, columns = where
     if kind == "Float8Tensor":
-        return _read(reader, parts["fp8_scale_inv"], (0, 1))
+        return _read_flat(reader, parts["fp8_scale_inv"], (0, 1))
     t = parts["rowwise_scale_inv"]
     if kind == "Float8BlockwiseQTensor" and not state.get("is_2D_scaled"):
         # [blocks of a row, rows]: few numbers of many rows, so all of it
-        scale = _read(reader, t, (0, t.numel)).reshape(t.shape)[:, row : row + rows].T
+        scale = _read_flat(reader, t, (0, t.numel)).reshape(t.shape)[:, row : row + rows].T
         return scale.repeat(128, 1)[:, :columns]
     tall = 128 if kind == "Float8BlockwiseQTensor" else 1
     lines = -(-rows // tall)
-    scale = _read(reader, t, (row // tall * t.shape[1], lines * t.shape[1])).reshape(lines, t.shape[1])
+    scale = _read_flat(reader, t, (row // tall * t.shape[1], lines * t.shape[1])).reshape(lines, t.shape[1])
     if kind == "Float8BlockwiseQTensor":
         return scale.repeat(128, 1)[:, :columns].repeat(128, 0)[:rows]
     if kind == "MXFP8Tensor":
@@ -178,14 +182,14 @@ def _find_scales(
         scale = np.where(exponents == 255, 0x7FFFFFFF, bits).astype("u4").view("f4")
         return scale.repeat(32, 1)[:, :columns]
     amax = parts["amax_rowwise"]
-    of = _read(reader, amax, (row, rows) if state.get("row_scaled_nvfp4") else (0, 1)).reshape(-1, 1)
+    of = _read_flat(reader, amax, (row, rows) if state.get("row_scaled_nvfp4") else (0, 1)).reshape(-1, 1)
     factor = np.float32(1) / np.float32(6 * state.get("nvfp4_e4m3_max", 448))
     scale = scale.view(numpy_dtype("float8_e4m3fn")).astype("f4") * of * factor
     return scale.repeat(16, 1)[:, :columns]
 
 
 def _decode_fp4(codes: Array) -> Array:
-    """Return the numbers of rows of bytes that hold two codes each."""
+    """Return the fp4 numbers of rows of bytes, each of which holds two codes."""
     import numpy as np
 
     table = np.array([*_FP4, *(-x for x in _FP4)], "f4")

@@ -13,7 +13,7 @@ from math import prod
 from ...errors import Unsupported, UsageError, argument
 from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry
 from ...index.records import Records
-from ...index.vocabulary import vocabulary_of
+from ...index.vocabulary import find_vocabulary_weights
 from ...storage.buffers import IOBudget
 from ...storage.overlay import ENDLESS, ZEROS, JoinedSource
 from ...storage.source import Source
@@ -22,22 +22,23 @@ from ..copy.stream import Reader, StreamJob
 from ..copy.tensor_digests import tensor_digests
 from ..handle import cut_chunks
 
-__all__ = ["odd_rows", "resize_vocabulary"]
+__all__ = ["find_unequal_rows", "resize_vocabulary"]
 
 
 def resize_vocabulary(opened: tuple[Checkpoint, Source], size: int) -> tuple[Checkpoint, Source]:
-    """Return the same state, (index, files), with `size` rows in everything that has a row for each token.
+    """Return the same state, (index, files), with `size` rows in every weight, master and optimizer slot that has one
+    row per token.
 
     Args:
         opened: the state, (index, files).
 
     Raises:
-        Unsupported: there is no embedding, something was learned in the rows to take away, or a slot of the optimizer
-            has a shape that does not tell its rows.
-        UsageError: it has that size.
+        Unsupported: there is no embedding, something was learned in the rows to remove, or an optimizer slot has a
+            shape that does not show its rows.
+        UsageError: it has that size already.
     """
     ckpt, source = opened
-    weights = vocabulary_of(ckpt)
+    weights = find_vocabulary_weights(ckpt)
     if not weights:
         raise Unsupported(
             f"{argument('vocab_size', size)}: no weight is named like an embedding (embed_tokens, wte, "
@@ -52,19 +53,21 @@ def resize_vocabulary(opened: tuple[Checkpoint, Source], size: int) -> tuple[Che
     changed: dict[str, TensorEntry] = {}
     cut = False
     tails: set[str] = set()  # digests of rows that were found to hold nothing learned
-    with_rows = {n: [f"model.{n}", *_slots_with_rows(ckpt, n, t)] for n, t in weights.items() if t.shape[0] != size}
+    with_rows = {
+        n: [f"model.{n}", *_list_slots_with_rows(ckpt, n, t)] for n, t in weights.items() if t.shape[0] != size
+    }
     # tied weights have one state, under one of their names: that name first, since it tells whether rows were trained
     for fqn in sorted(with_rows, key=lambda n: -len(with_rows[n])):
         t, rows = weights[fqn], with_rows[fqn]
         if size < t.shape[0]:
-            tail = tensor_digests({fqn: _rows(t, size, t.shape[0])}, source, ckpt.files, Records(), silent)[fqn]
+            tail = tensor_digests({fqn: _cut_rows(t, size, t.shape[0])}, source, ckpt.files, Records(), silent)[fqn]
             if tail not in tails:
-                _refuse_learned(ckpt, source, fqn, rows, size)
+                _check_nothing_learned(ckpt, source, fqn, rows, size)
             tails.add(tail)
             cut = True
         master = f"extra.master.{fqn}"  # Megatron-Core's, in fp32
         for name in (*rows, *([master] if master in ckpt.tensors else [])):
-            changed[name] = _with_rows(ckpt.tensors[name], size, zeros)
+            changed[name] = _with_row_count(ckpt.tensors[name], size, zeros)
     verb = "cut" if cut else "padded with zeros"
     old = ", ".join(dict.fromkeys(f"{weights[n].shape[0]:,}" for n in with_rows))
     note = (
@@ -82,12 +85,11 @@ def resize_vocabulary(opened: tuple[Checkpoint, Source], size: int) -> tuple[Che
     return new, JoinedSource(source)
 
 
-def _slots_with_rows(ckpt: Checkpoint, fqn: str, weight: TensorEntry) -> list[str]:
-    """List the names of a parameter's slots that have a row for each of its rows: those of its shape, and factors of
-    them.
+def _list_slots_with_rows(ckpt: Checkpoint, fqn: str, weight: TensorEntry) -> list[str]:
+    """List the names of a parameter's optimizer slots that have one entry or row for each of its rows.
 
     Raises:
-        Unsupported: one has another shape that depends on the number of rows.
+        Unsupported: a slot has another shape that depends on the number of rows.
     """
     out = []
     n, rest = weight.shape[0], weight.shape[1:]
@@ -105,26 +107,28 @@ def _slots_with_rows(ckpt: Checkpoint, fqn: str, weight: TensorEntry) -> list[st
     return out
 
 
-def _with_rows(t: TensorEntry, size: int, zeros: int) -> TensorEntry:
-    """Return a tensor with `size` rows: cut, or with new ones in the file of zeros, whose number in the index is
-    `zeros`.
+def _with_row_count(t: TensorEntry, size: int, zeros: int) -> TensorEntry:
+    """Return a tensor with `size` rows: the first ones, or all with rows of zeros appended.
+
+    Args:
+        zeros: the number of the file of zeros in the index.
 
     Raises:
-        Unsupported: rows to be cut lie in compressed chunks.
+        Unsupported: rows to be cut are in compressed chunks.
     """
     if size <= t.shape[0]:
-        return _rows(t, 0, size)
+        return _cut_rows(t, 0, size)
     out = Chunks.of(len(t.shape), t.chunks)
     new = (size - t.shape[0], *t.shape[1:])
     out.add((t.shape[0], *(0 for _ in new[1:])), new, zeros, 0, prod(new) * ITEMSIZE[t.dtype])
     return replace(t, shape=(size, *t.shape[1:]), chunks=out)
 
 
-def _rows(t: TensorEntry, first: int, stop: int) -> TensorEntry:
+def _cut_rows(t: TensorEntry, first: int, stop: int) -> TensorEntry:
     """Return rows [first, stop) of a tensor, as a tensor.
 
     Raises:
-        Unsupported: they lie in compressed chunks.
+        Unsupported: they are in compressed chunks.
     """
     if any(c.zstd is not None for c in t.chunks):
         raise Unsupported(
@@ -135,23 +139,27 @@ def _rows(t: TensorEntry, first: int, stop: int) -> TensorEntry:
     return replace(t, shape=shape, chunks=cut_chunks(t, ((first, *(0 for _ in shape[1:])), shape)))
 
 
-def _refuse_learned(ckpt: Checkpoint, source: Source, fqn: str, names: list[str], size: int) -> None:
-    """Refuse to take away rows in which something was learned.
+def _check_nothing_learned(ckpt: Checkpoint, source: Source, fqn: str, names: list[str], size: int) -> None:
+    """Check that nothing was learned in the rows that are to be removed: they are all equal, or have moments of 0.
 
     Args:
         fqn: the weight, for the message.
-        names: the weight and its slots of the optimizer that have rows, by canonical name.
-        size: rows that stay.
+        names: canonical names of the weight and of its optimizer slots that have rows, the weight first.
+        size: how many rows stay.
 
     Raises:
-        Unsupported: with the number of such rows, and the first.
+        Unsupported: something was learned; the message has the number of such rows, and the first.
     """
     weight = ckpt.tensors[names[0]]
-    unlike, _ = odd_rows(ckpt, source, _rows(weight, size, weight.shape[0]))
+    unlike, _ = find_unequal_rows(ckpt, source, _cut_rows(weight, size, weight.shape[0]))
     if not unlike:
         return
     moments = [n for n in names[1:] if ckpt.tensors[n].shape == weight.shape]
-    moved = [row for n in moments for row in odd_rows(ckpt, source, _rows(ckpt.tensors[n], size, weight.shape[0]))[1]]
+    moved = [
+        row
+        for n in moments
+        for row in find_unequal_rows(ckpt, source, _cut_rows(ckpt.tensors[n], size, weight.shape[0]))[1]
+    ]
     if moments and not moved:
         return
     total = weight.shape[0] - size
@@ -166,9 +174,9 @@ def _refuse_learned(ckpt: Checkpoint, source: Source, fqn: str, names: list[str]
     )
 
 
-def odd_rows(ckpt: Checkpoint, source: Source, t: TensorEntry) -> tuple[list[int], list[int]]:
-    """Read a tensor, and return the numbers of its rows that are not equal to the first, and of those that are not
-    zero."""
+def find_unequal_rows(ckpt: Checkpoint, source: Source, t: TensorEntry) -> tuple[list[int], list[int]]:
+    """Read a tensor and return ([numbers of the rows that are not equal to the first row], [numbers of the rows that
+    are not all zero])."""
     row_bytes = max(1, prod(t.shape[1:])) * ITEMSIZE[t.dtype]
     first: bytes | None = None
     unlike: list[int] = []

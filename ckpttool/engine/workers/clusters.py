@@ -3,7 +3,7 @@
 What dask, Ray and MPI use between their processes is pickle, so a cluster is trusted like the account that runs it; no
 pickle comes from a checkpoint. Scheduling, restarts and transport are the engine's own.
 
-Under `mpiexec` each rank runs the command; `mpi_executor` turns all ranks but 0 into workers.
+Under `mpiexec` each rank runs the command; `get_mpi_executor` turns all ranks but 0 into workers.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ __all__ = [
     "SharedExecutor",
     "Workers",
     "ask_worker",
+    "check_version",
     "dask_workers",
-    "leave_mpi",
-    "mpi_executor",
+    "end_mpi_ranks",
+    "get_mpi_executor",
+    "get_worker_version",
     "mpi_workers",
     "ray_workers",
-    "refuse_other_version",
-    "version_of_worker",
 ]
 
 T = TypeVar("T")
@@ -64,11 +64,12 @@ class FrozenWorkers(UserWarning):
 
 
 def call_within(seconds: float, fn: Callable[[], T]) -> T:
-    """Return `fn()`, called in a thread of its own, which is left behind if it takes longer than `seconds`.
+    """Call `fn` in a thread of its own and return what it returns. If it takes longer than `seconds`, the thread is
+    left running.
 
     Raises:
         TimeoutError: it takes longer.
-        Exception: what `fn` raises; a TimeoutError of its own is a RuntimeError.
+        Exception: what `fn` raises; its own TimeoutError becomes a RuntimeError.
     """
     future: Future[T] = Future()
 
@@ -106,15 +107,19 @@ class Workers:
     _empty: float | None = field(default=None, init=False)
 
     def prepare(self, fn: Callable[[str], str], text: str) -> None:
-        """Call `fn(text)` once for all workers, where they are several processes of this machine, copied from one.
-        Other workers begin without it, each by itself."""
+        """Call `fn(text)` in one process from which all workers are then copied, if the workers are several processes
+        of this machine; other workers are not prepared."""
         if isinstance(self.executor, LocalProcesses) and (self.count or 0) > 1:
             self.executor.prepare(fn, text)
 
     def submit(self, fn: Callable[[str], str], text: str, others: Collection[Future[str]] = ()) -> Future[str]:
-        """Return the future of `fn(text)`, for another worker than those that have `others`, futures of the same
-        request, if there is one."""
-        return _submit_beside(self.executor, fn, text, others)
+        """Submit `fn(text)` and return its future.
+
+        Args:
+            others: futures of the same request; it is given to a worker that has none of them, if the engine can
+                choose.
+        """
+        return _submit_to_another(self.executor, fn, text, others)
 
     def count_now(self) -> int | None:
         """Count the requests that the workers can work on at the same time now; None if the engine does not say.
@@ -177,29 +182,32 @@ class SharedExecutor(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Cancel what was submitted here and has not begun; the shared Executor stays open. The arguments are not
-        looked at."""
+        """Cancel the futures that were submitted here and have not started; the shared Executor stays open. The
+        arguments are ignored."""
         for future in list(self._futures):
             future.cancel()
 
 
-def version_of_worker(text: str) -> str:
-    """Return the worker's version of ckpttool; called in a worker before its first request, whatever the text."""
+def get_worker_version(text: str) -> str:
+    """Return the version of ckpttool; called in a worker before its first request. The argument is ignored."""
     return __version__
 
 
-def _submit_beside(
+def _submit_to_another(
     executor: Executor, fn: Callable[[str], str], text: str, others: Collection[Future[str]]
 ) -> Future[str]:
-    """Submit a request to another worker than those that have `others`, if the engine can be asked for that."""
+    """Submit a request to a worker that has none of the futures `others`, if the engine can choose, and return its
+    future."""
     if others and isinstance(executor, _DaskExecutor):
         return executor.submit(fn, text, workers=executor.list_workers_without(others))
     return executor.submit(fn, text)
 
 
 def ask_worker(executor: Executor, said: str, fn: Callable[[str], str]) -> str:
-    """Have a worker call `fn("")`, and return its answer as text. While none answers, more are asked, after 1 second, 2
-    more, 4 more, and so on, since one of them may be frozen; the first answer counts.
+    """Have a worker call `fn("")`, and return its answer as text.
+
+    While none answers, further workers are asked after 1, 2, 4, ... more seconds, since one may be frozen; the first
+    answer counts.
 
     Args:
         said: how the user named the workers.
@@ -211,7 +219,7 @@ def ask_worker(executor: Executor, said: str, fn: Callable[[str], str]) -> str:
     futures: list[Future[str]] = []
     end, pause = time.monotonic() + WAIT, 1.0
     while (left := end - time.monotonic()) > 0:
-        futures.append(_submit_beside(executor, fn, "", futures))
+        futures.append(_submit_to_another(executor, fn, "", futures))
         if done := wait_for_futures(futures, min(pause, left), FIRST_COMPLETED).done:
             break
         pause *= 2
@@ -232,16 +240,16 @@ def ask_worker(executor: Executor, said: str, fn: Callable[[str], str]) -> str:
         ) from e
 
 
-def refuse_other_version(said: str, who: str, found: str | None) -> None:
-    """Refuse workers that have another version of ckpttool, or none.
+def check_version(said: str, who: str, found: str | None) -> None:
+    """Check that workers have the version of ckpttool that this process has.
 
     Args:
         said: how the user named the workers.
-        who: which of them has that version, for the message.
-        found: the version; None for none.
+        who: which of them has the version `found`, for the message.
+        found: the version; None if ckpttool is not installed there.
 
     Raises:
-        UsageError: the version is not that of this process.
+        UsageError: the version is another.
     """
     if found != __version__:
         raise UsageError(
@@ -264,7 +272,8 @@ class _DaskExecutor(SharedExecutor):
         self._keys: weakref.WeakKeyDictionary[Future[Any], str] = weakref.WeakKeyDictionary()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Return the future of `fn(*args)`; `workers`, a list of addresses, are those that may run it.
+        """Return the future of `fn(*args)`. The keyword `workers` is a list of addresses of the workers that may run
+        it.
 
         Raises:
             RemoteError: the scheduler takes no more work.
@@ -275,8 +284,8 @@ class _DaskExecutor(SharedExecutor):
         return future
 
     def list_workers_without(self, futures: Collection[Future[Any]]) -> list[str] | None:
-        """List the addresses of the workers that have none of these futures; None where there is none, or the scheduler
-        does not say."""
+        """List the addresses of the workers that have none of these futures; None where all workers have one, or the
+        scheduler does not answer."""
         keys = {self._keys.get(f) for f in futures}
         try:
             found = self._client.sync(self._client.scheduler.processing, workers=None, callback_timeout=PROMPT)
@@ -285,8 +294,8 @@ class _DaskExecutor(SharedExecutor):
         return [address for address, has in found.items() if keys.isdisjoint(has)] or None
 
     def versions(self) -> dict[str, str | None]:
-        """Return the version of ckpttool, None for none, of the scheduler and of each worker that answers in `PROMPT`
-        seconds; the others are named in a warning."""
+        """Return {"the scheduler" or address of a worker: its version of ckpttool, None if it has none} of those that
+        answer in `PROMPT` seconds; a warning names the other workers."""
 
         async def ask() -> dict[str, Any]:
             scheduler, message = self._client.scheduler, {"op": "versions", "packages": ["ckpttool"]}
@@ -314,8 +323,10 @@ class _DaskExecutor(SharedExecutor):
 
 @contextmanager
 def dask_workers(where: str) -> Iterator[Workers]:
-    """While the block runs, stay connected to the workers of a dask scheduler, given by its address or by its file,
-    FILE.json.
+    """Connect to the workers of a dask scheduler for the `with` block.
+
+    Args:
+        where: the address of the scheduler, or its file, FILE.json.
 
     Raises:
         RemoteError: no scheduler or no worker answers.
@@ -359,7 +370,7 @@ def dask_workers(where: str) -> Iterator[Workers]:
             executor, said, str
         )  # a function that every worker has: dask never answers where one cannot be imported
         for who, version in executor.versions().items():
-            refuse_other_version(said, who, version)
+            check_version(said, who, version)
 
         def count() -> int:
             """Count the workers' threads."""
@@ -393,7 +404,7 @@ class _RayExecutor(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Cancel what is not done, if `cancel_futures` is set; else do nothing."""
+        """Cancel the futures that are not done, if `cancel_futures` is set; else do nothing."""
         for future, reference in list(self._references.items()) if cancel_futures else ():
             if future.cancelled() or not future.done():
                 self._ray.cancel(reference, force=True)
@@ -416,8 +427,10 @@ class _StdoutWithoutRay:
 
 @contextmanager
 def ray_workers(where: str) -> Iterator[Workers]:
-    """While the block runs, stay connected to a Ray cluster at an address, or to the one of this machine where it is
-    "auto".
+    """Connect to the workers of a Ray cluster for the `with` block.
+
+    Args:
+        where: the address of the cluster; "auto" for the one of this machine.
 
     Raises:
         RemoteError: no cluster or no worker answers.
@@ -452,7 +465,7 @@ def ray_workers(where: str) -> Iterator[Workers]:
     executor = _RayExecutor(ray)
     stdout, sys.stdout = sys.stdout, cast("TextIO", _StdoutWithoutRay(sys.stdout))
     try:
-        refuse_other_version(said, "a worker", ask_worker(executor, said, version_of_worker))
+        check_version(said, "a worker", ask_worker(executor, said, get_worker_version))
 
         def count() -> int:
             return int(ray.cluster_resources().get("CPU", 0))
@@ -474,15 +487,15 @@ _mpi_pool: tuple[Executor, int | None] | None = None
 
 @contextmanager
 def mpi_workers() -> Iterator[Workers]:
-    """While the block runs, use the ranks of MPI but this one, which is rank 0; the others never return from here
-    (`mpi_executor`).
+    """Use the MPI ranks other than 0 as workers in the `with` block. In those ranks this never returns
+    (`get_mpi_executor`).
 
     Raises:
         SystemExit: in ranks other than 0, with code 0.
         UsageError: the launcher and mpi4py do not belong to the same MPI, or there is one process only.
         MissingPackage: mpi4py or MPI itself is not installed.
     """
-    inner, count = mpi_executor()
+    inner, count = get_mpi_executor()
     shared = SharedExecutor(inner, argument("workers", "mpi"))
     try:
         yield Workers(shared, count, True, "MPI" if count is None else f"{count} MPI ranks")
@@ -490,9 +503,12 @@ def mpi_workers() -> Iterator[Workers]:
         shared.shutdown()
 
 
-def leave_mpi(status: int) -> None:
-    """Let the other ranks of MPI end, if this process has used them, before it ends with an exit status. Where one does
-    not answer in `PROMPT` seconds, MPI would wait for ever: end all of them, and this process, with that status."""
+def end_mpi_ranks(status: int) -> None:
+    """End the other MPI ranks, if this process has used them, before it exits with `status`.
+
+    If a rank does not answer in `PROMPT` seconds, MPI would wait for ever: all ranks, including this one, are then
+    aborted with `status`.
+    """
     if _mpi_pool is None:
         return
     try:
@@ -510,9 +526,9 @@ def leave_mpi(status: int) -> None:
         MPI.COMM_WORLD.Abort(status)
 
 
-def mpi_executor() -> tuple[Executor, int | None]:
-    """Return (an Executor, how many ranks work for it) in rank 0; the number is None where MPI starts them. In the
-    other ranks, do not return: they serve until rank 0 ends, and then exit with 0.
+def get_mpi_executor() -> tuple[Executor, int | None]:
+    """Return (an Executor, number of ranks that work for it) in rank 0; the number is None where MPI starts them on
+    demand. In the other ranks this does not return: they serve until rank 0 ends, and then exit with code 0.
 
     Raises:
         SystemExit: in ranks other than 0, with code 0.

@@ -34,7 +34,7 @@ from ...storage.buffers import DEFAULT_BUDGET, IOBudget
 from ...storage.destination_protocol import ParallelDestination, write_error
 from ...storage.local_file import write_all_at
 from ...storage.overlay import ComputedSource
-from ..copy.fill import Progress, note_lost
+from ..copy.fill import Progress, record_cast_losses
 from ..copy.stream import Block, Reader
 from ..copy.tensor_digests import tensor_digests
 from ..copy.tensor_statistics import StatisticsCounter
@@ -42,12 +42,12 @@ from ..opening import CheckpointPath, OpenCheckpoint, OpenOptions
 from ..plan_files import with_absolute_paths
 from ..planning import Plan
 from . import part_worker
-from .executors import Workers, WorkersSpec, default_count, workers_of
-from .part_fill import bytes_between_chunks, why_cells_need_one_process, worker_writes_frames
-from .part_requests import Json, absolute_path, index_id
-from .parts import WorkPart, cut_draft, cut_tensors, least_part_bytes, run_parts
+from .executors import Workers, WorkersSpec, choose_process_count, open_workers
+from .part_fill import explain_one_process_for_cells, make_bytes_between_chunks, worker_writes_frames
+from .part_requests import Json, compute_index_id, make_absolute
+from .parts import WorkPart, choose_least_part_bytes, cut_draft, cut_tensors, run_parts
 
-__all__ = ["digest_with_workers", "fill_with_workers", "why_one_process", "workers_for_reading"]
+__all__ = ["digest_with_workers", "explain_one_process", "fill_with_workers", "workers_for_reading"]
 
 _ROUNDS = 3
 _Cell = tuple[int, int, int, list[tuple[int, int]], list[tuple[int, str]]]  # (file, cell, ...) of part_fill.send_cells
@@ -61,15 +61,19 @@ def fill_with_workers(
     progress: Progress,
     budget: IOBudget,
 ) -> tuple[dict[str, str], Json]:
-    """Have workers write every file of a draft; returns ({tensor: BLAKE3 hex digest of its bytes there}, facts of the
-    run).
-
-    The facts: "name" and "count" of the workers, "parts", how many of them an earlier run had "filled_before", how many
-    were submitted "again", and the bytes that each machine filled, by name, in "nodes".
+    """Have workers write every file of a draft.
 
     Args:
-        job: the conversion as workers are told it (`describe_job`).
+        planned: the conversion.
+        job: the conversion as workers get it (`describe_job`).
+        destination: where the files are written.
         progress: called with ("copy" or "send", bytes done, bytes in all).
+        budget: memory and threads of each worker.
+
+    Returns:
+        ({tensor: BLAKE3 hex digest of its bytes in the destination}, facts). The facts are the "name" and "count" of
+            the workers, the number of "parts", how many of them an earlier run had "filled_before", how many were
+            submitted "again", and "nodes", {machine: bytes that it filled}.
 
     Raises:
         Corrupt, SourceChanged: the source is damaged, or was written to meanwhile.
@@ -80,7 +84,7 @@ def fill_with_workers(
     cells = destination.part_bytes
     parts = cut_draft(draft, cells)
     names = list(draft.checkpoint.tensors)
-    touched = [_files_of(draft, names[part.first : part.stop]) for part in parts]
+    touched = [_list_files_of_tensors(draft, names[part.first : part.stop]) for part in parts]
     shared = set[str]().union(*touched) if cells else {f.name for f in draft.files}
     tree = destination.share({f.name: f.size for f in draft.files if f.name in shared})
     results = {k: found for k, found in destination.filled_parts.items() if k < len(parts)}
@@ -95,7 +99,7 @@ def fill_with_workers(
         )
 
     before = len(results)
-    again = _prepare_and_run(
+    again = _prepare_and_run_parts(
         opened, parts, results, request, workers, lambda done, total: progress("copy", done, total)
     )
     destination.stop_sharing()
@@ -108,7 +112,7 @@ def fill_with_workers(
     for part in parts:
         found = results[part.number]
         digests |= found["digests"]
-        note_lost(draft, found.get("lost", {}))
+        record_cast_losses(draft, found.get("lost", {}))
         if isinstance(opened.source, ComputedSource):
             opened.source.measured |= found.get("measured", {})
         for file, pieces in found["fringes"].items():
@@ -141,12 +145,12 @@ def fill_with_workers(
     return digests, facts
 
 
-def why_one_process(draft: Draft, job: Json | None, sharable: bool, in_store: bool) -> str | None:
-    """Return a text that says why one process has to fill a draft; None if several can.
+def explain_one_process(draft: Draft, job: Json | None, sharable: bool, in_store: bool) -> str | None:
+    """Return the reason why only one process can fill a draft; None if several can.
 
     Args:
-        job: the conversion as workers are told it (`describe_job`); None where they cannot plan it.
-        sharable: whether several processes can fill its destination.
+        job: the conversion as workers get it (`describe_job`); None where they cannot plan it.
+        sharable: whether several processes can write to its destination.
         in_store: whether the destination is an object store.
     """
     if not sharable:
@@ -158,10 +162,10 @@ def why_one_process(draft: Draft, job: Json | None, sharable: bool, in_store: bo
             "a checkpoint that is merged, salvaged or changed by a function, and one whose server tells no versions, "
             "is written by one process"
         )
-    return why_cells_need_one_process(draft) if in_store else None
+    return explain_one_process_for_cells(draft) if in_store else None
 
 
-def _files_of(draft: Draft, names: Sequence[str]) -> set[str]:
+def _list_files_of_tensors(draft: Draft, names: Sequence[str]) -> set[str]:
     """Return the names of the files that the tensors `names` are written to."""
     tensors = draft.checkpoint.tensors
     numbers = set[int]().union(*(tensors[n].chunks.file for n in names if n not in draft.aliases))
@@ -176,13 +180,13 @@ def _finish_file(
     digests: dict[str, str],
     destination: ParallelDestination,
 ) -> None:
-    """Write what no worker has written of a file, cut it to its length and make it durable.
+    """Write the bytes of a file that workers left to this process, truncate it to its size and fsync it.
 
     Args:
         i: the number of the file in the draft.
         written: its chunks, in order.
-        fringes: (offset, base64) of bytes that workers were to leave to this process.
-        digests: {tensor: BLAKE3 in hex}.
+        fringes: (offset, base64) of bytes at the ends of parts, which workers did not write.
+        digests: {tensor: BLAKE3 hex digest}.
 
     Raises:
         CkpttoolError: the file cannot be written.
@@ -190,7 +194,7 @@ def _finish_file(
     f = draft.files[i]
     path = destination.path(f.name)
     alone = worker_writes_frames(draft, i)
-    pieces, f.size = bytes_between_chunks(draft, i, written, digests, lambda a, b: not alone)
+    pieces, f.size = make_bytes_between_chunks(draft, i, written, digests, lambda a, b: not alone)
     try:
         with open(path, "r+b", buffering=0) as out:
             fd = out.fileno()
@@ -208,14 +212,17 @@ def _finish_file(
 
 
 def _select_objects(tree: Mapping[str, Any], names: set[str]) -> Json:
-    """Return `tree`, which `ParallelDestination.share` gave, with only those of its objects whose names a worker
-    needs."""
+    """Return `tree`, as `ParallelDestination.share` returned it, with only those objects whose names are in `names`."""
     return {**tree, "objects": {name: found for name, found in tree["objects"].items() if name in names}}
 
 
 def _add_sent_cells(sent: Mapping[str, dict[int, str]], results: Mapping[int, Mapping[str, Any]]) -> None:
-    """Add to `sent`, {file: {cell: ETag}}, the cells (parts of an object in a store) that workers have sent; `results`
-    are their answers."""
+    """Add the cells (parts of objects in a store) that workers have sent to `sent`.
+
+    Args:
+        sent: {file: {cell: ETag}}.
+        results: {number of a part: the worker's answer}.
+    """
     for found in results.values():
         for name, etags in found["cells"].items():
             sent[name].update((int(n), etag) for n, etag in etags.items())
@@ -249,12 +256,12 @@ def _send_remaining_cells(
     """
     for i, f in enumerate(draft.files):
         if f.name not in sent:
-            pieces, f.size = bytes_between_chunks(draft, i, (), digests, lambda a, b: True)
+            pieces, f.size = make_bytes_between_chunks(draft, i, (), digests, lambda a, b: True)
             destination.write_file(f.name, b"".join(data for _, data in pieces))
     # send what is missing, until the store lists every cell as it was sent
     again = 0
     for _ in range(_ROUNDS):
-        cells = _cells_to_send(draft, written, digests, sent, destination.part_bytes)
+        cells = _list_cells_to_send(draft, written, digests, sent, destination.part_bytes)
         again += _send_cells_with_workers(draft, asked, cells, sent, workers, progress)
         lost = destination.find_missing_cells(sent, {f.name: f.size for f in draft.files})
         if not lost:
@@ -277,12 +284,15 @@ def _send_cells_with_workers(
     workers: Workers,
     progress: Progress,
 ) -> int:
-    """Have workers send cells (parts of objects in a store), and add them to `sent`; returns how often some were
-    submitted again.
+    """Have workers send cells (parts of objects in a store), and add them to `sent`.
 
     Args:
         asked: what all requests to workers have in common.
+        cells: the cells, as `send_cells` takes them.
         sent: {file: {cell: ETag}}.
+
+    Returns:
+        How often some were submitted again.
 
     Raises:
         CkpttoolError: what a worker raised, or no worker could send some.
@@ -303,9 +313,9 @@ def _send_cells_with_workers(
 
 
 def _group_cells(cells: Sequence[_Cell]) -> list[WorkPart]:
-    """Group cells, in order, into parts of at least `least_part_bytes` bytes, but for the last; `first` and `stop` of a
-    part count cells."""
-    least = least_part_bytes(sum(cell[2] for cell in cells))
+    """Group consecutive cells into parts of at least `choose_least_part_bytes` bytes, except for the last part; `first`
+    and `stop` of a part are indices into `cells`."""
+    least = choose_least_part_bytes(sum(cell[2] for cell in cells))
     out: list[WorkPart] = []
     first = size = 0
     for k, cell in enumerate(cells):
@@ -316,19 +326,19 @@ def _group_cells(cells: Sequence[_Cell]) -> list[WorkPart]:
     return out
 
 
-def _cells_to_send(
+def _list_cells_to_send(
     draft: Draft,
     written: Mapping[int, Sequence[Written]],
     digests: dict[str, str],
     sent: Mapping[str, Mapping[int, str]],
     cell_bytes: int,
 ) -> list[_Cell]:
-    """List the cells that are not in `sent`, with what fills them; sets the sizes of the draft's files.
+    """List the cells that are not in `sent`, as `send_cells` takes them, and set the sizes of the draft's files.
 
     Args:
         written: {file: its chunks, in order}.
-        digests: {tensor: BLAKE3 in hex}.
-        sent: {file: {cell: ETag}}; other files are passed over.
+        digests: {tensor: BLAKE3 hex digest}.
+        sent: {file: {cell: ETag}}; files that are not in it are skipped.
         cell_bytes: the size of every cell but the last of a file.
     """
     tensors = draft.checkpoint.tensors
@@ -343,7 +353,7 @@ def _cells_to_send(
             """Tell whether a cell that meets bytes [a, b) of the file is still to be sent."""
             return any(n not in done for n in range(a // cell_bytes, -(-b // cell_bytes)))
 
-        pieces, f.size = bytes_between_chunks(draft, i, written[i], digests, needed)
+        pieces, f.size = make_bytes_between_chunks(draft, i, written[i], digests, needed)
         # for each cell that is left: the chunks that meet it, and its share of the bytes between chunks
         todo = [n for n in range(max(1, -(-f.size // cell_bytes))) if n not in done]
         rows: list[list[tuple[int, int]]] = [[] for _ in todo]
@@ -369,20 +379,24 @@ def _cells_to_send(
 
 @contextmanager
 def workers_for_reading(spec: WorkersSpec, path: object, nbytes: int) -> Iterator[Workers | None]:
-    """While the block runs, have the workers to read a checkpoint, which they open by its path; None where this process
-    reads it alone.
+    """Provide workers that read a checkpoint in the `with` block; None where this process reads it alone.
 
     Args:
         spec: the workers as the user named them; None for the usual number of local processes.
+        path: the checkpoint as the user gave it. Workers open it by its path; if it is no path, this process reads it.
         nbytes: the bytes of the checkpoint.
 
     Raises:
         UsageError, RemoteError, MissingPackage: the workers cannot be used.
     """
-    if spec in (1, "1") or (spec is None and default_count(nbytes) == 1) or not isinstance(path, (str, os.PathLike)):
+    if (
+        spec in (1, "1")
+        or (spec is None and choose_process_count(nbytes) == 1)
+        or not isinstance(path, (str, os.PathLike))
+    ):
         yield None
     else:
-        with workers_of(spec, nbytes) as workers:
+        with open_workers(spec, nbytes) as workers:
             yield workers
 
 
@@ -397,14 +411,15 @@ def digest_with_workers(
     seen: Callable[[Block], None] | None = None,
     statistics: StatisticsCounter | None = None,
 ) -> dict[str, str]:
-    """Return {tensor: BLAKE3 hex digest of its canonical bytes}, reading everything and checking the CRC32s.
+    """Read a checkpoint completely, check its CRC32s, and return {tensor: BLAKE3 hex digest of its canonical bytes}.
 
     Args:
-        path, options: what `opened` was opened with; it was located. Workers open it again.
+        opened: the checkpoint, located.
+        path, options: what it was opened with; workers open it again.
         workers: None for this process alone.
         progress: called with (`what`, bytes done, bytes in all).
-        seen: called with every block, if this process reads them.
-        statistics: gets those of all tensors.
+        seen: called with every block, if this process reads them; ignored if `statistics` is given.
+        statistics: collects the statistics of all tensors; None for no statistics.
 
     Raises:
         Corrupt, SourceChanged: it is damaged, or was written to meanwhile.
@@ -423,9 +438,9 @@ def digest_with_workers(
     parts = cut_tensors(ckpt.tensors)
     same = {
         "open": {
-            "path": absolute_path(os.fspath(path)),
+            "path": make_absolute(os.fspath(path)),
             "options": asdict(with_absolute_paths(options)),
-            "index": index_id(ckpt, opened.source),
+            "index": compute_index_id(ckpt, opened.source),
         },
         "statistics": None if statistics is None else statistics.exponents,
         "threads": budget.threads,
@@ -436,7 +451,7 @@ def digest_with_workers(
         return json.dumps({"digest": {**same, "first": parts[number].first, "stop": parts[number].stop}})
 
     results: dict[int, Json] = {}
-    _prepare_and_run(opened, parts, results, request, workers, lambda done, total: progress(what, done, total))
+    _prepare_and_run_parts(opened, parts, results, request, workers, lambda done, total: progress(what, done, total))
     _check_shared_records(opened, parts, results, budget)
     if statistics is not None:
         for answer in results.values():
@@ -447,7 +462,7 @@ def digest_with_workers(
 # -------------------------------------------------------------------------------------------------------------- both
 
 
-def _prepare_and_run(
+def _prepare_and_run_parts(
     opened: OpenCheckpoint,
     parts: Sequence[WorkPart],
     results: dict[int, Json],
@@ -455,13 +470,16 @@ def _prepare_and_run(
     workers: Workers,
     progress: Callable[[int, int], None],
 ) -> int:
-    """Have one process open the checkpoint for all workers that are copied from it, unless it is remote, and then have
-    the parts done; returns how often a part was submitted again.
+    """Have workers do all parts, after one process has opened the checkpoint for the local workers that are copied from
+    it; a remote checkpoint is opened by each worker.
 
     Args:
-        results: {number of a part: answer}; parts in it are done, others are added.
-        request: gives the request to a worker for the number of a part.
+        results: {number of a part: answer}; parts in it are done, the others are added.
+        request: returns the request to a worker for the number of a part.
         progress: called with (bytes done, bytes in all).
+
+    Returns:
+        How often a part was submitted again.
 
     Raises:
         CkpttoolError: what a worker raised, or no worker could do a part.
@@ -475,8 +493,8 @@ def _prepare_and_run(
 def _check_shared_records(
     opened: OpenCheckpoint, parts: Sequence[WorkPart], results: Mapping[int, Json], budget: IOBudget
 ) -> None:
-    """Check the CRC32s of those of the source's records that several parts have read some bytes of; the rest of these
-    records is read.
+    """Check the CRC32s of the source's records that several parts have read in part, after reading the missing rest of
+    them.
 
     Args:
         results: {number of a part: the answer of a worker}, of all parts.

@@ -8,38 +8,49 @@ import os
 import re
 from collections.abc import Iterator
 
-__all__ = ["usable_cores", "usable_memory"]
+__all__ = ["count_usable_cores", "find_usable_memory"]
 
 
-def usable_cores() -> int:
-    """Count the cores that this process may use, by its affinity mask and by the CPU quotas of its cgroup and of those
-    above; at least 1."""
+def count_usable_cores() -> int:
+    """Return how many cores this process may use, by its affinity mask and the CPU quotas of its cgroup and the parent
+    cgroups; at least 1."""
     n = len(os.sched_getaffinity(0))
-    return max(1, min(n, math.floor(min(_quotas(), default=n))))
+    return max(1, min(n, math.floor(min(_read_cpu_quotas(), default=n))))
 
 
-def usable_memory() -> int | None:
-    """Return the bytes of memory that this process may take: what the machine has available, or the least limit of the
-    cgroups that the process is in; None if nothing says so."""
+def find_usable_memory() -> int | None:
+    """Return how many bytes of memory this process may use: the smallest of the machine's available memory and the
+    limits of its cgroups; None if unknown."""
     found = [
         int(m[1]) << 10
         for line in _read_lines("/proc/meminfo")
         if (m := re.fullmatch(r"MemAvailable: +(\d+) kB", line))
     ]
-    return min([*found, *_memory_limits()], default=None)
+    return min([*found, *_read_memory_limits()], default=None)
 
 
-def _memory_limits(root: str = "/sys/fs/cgroup", membership: str = "/proc/self/cgroup") -> Iterator[int]:
-    """Yield the limits, in bytes, of the cgroups that this process is in: cgroup v2, or v1's controller `memory`."""
-    for folder, v1 in _cgroup_folders("memory", root, membership):
+def _read_memory_limits(root: str = "/sys/fs/cgroup", membership: str = "/proc/self/cgroup") -> Iterator[int]:
+    """Yield the memory limits, in bytes, of the cgroups that this process is in: cgroup v2, or the controller `memory`
+    of v1.
+
+    Args:
+        root: where cgroups are mounted.
+        membership: the file that lists the cgroups of the process.
+    """
+    for folder, v1 in _list_cgroup_folders("memory", root, membership):
         limit = _read_lines(f"{folder}/memory.limit_in_bytes" if v1 else f"{folder}/memory.max")
         if limit and limit[0].isdecimal():  # "max": none
             yield int(limit[0])
 
 
-def _quotas(root: str = "/sys/fs/cgroup", membership: str = "/proc/self/cgroup") -> Iterator[float]:
-    """Yield the quotas, in cores, of the cgroups that this process is in: cgroup v2, or v1's controller `cpu`."""
-    for folder, v1 in _cgroup_folders("cpu", root, membership):
+def _read_cpu_quotas(root: str = "/sys/fs/cgroup", membership: str = "/proc/self/cgroup") -> Iterator[float]:
+    """Yield the CPU quotas, in cores, of the cgroups that this process is in: cgroup v2, or the controller `cpu` of v1.
+
+    Args:
+        root: where cgroups are mounted.
+        membership: the file that lists the cgroups of the process.
+    """
+    for folder, v1 in _list_cgroup_folders("cpu", root, membership):
         quota = _read_lines(f"{folder}/cpu.max")
         if v1:
             quota = _read_lines(f"{folder}/cpu.cfs_quota_us") + _read_lines(f"{folder}/cpu.cfs_period_us")
@@ -47,14 +58,14 @@ def _quotas(root: str = "/sys/fs/cgroup", membership: str = "/proc/self/cgroup")
             yield int(m[1]) / int(m[2])
 
 
-def _cgroup_folders(controller: str, root: str, membership: str) -> Iterator[tuple[str, bool]]:
-    """Yield (folder, whether of cgroup v1) of the cgroups with a controller that this process is in, and of those
-    above.
+def _list_cgroup_folders(controller: str, root: str, membership: str) -> Iterator[tuple[str, bool]]:
+    """Yield (folder, whether it is of cgroup v1) of the cgroups with a controller that this process is in, and of their
+    parents.
 
     Args:
         controller: "cpu" or "memory".
         root: where cgroups are mounted.
-        membership: the file that says which ones the process is in.
+        membership: the file that lists the cgroups of the process.
     """
     for line in _read_lines(membership):
         _, controllers, path = line.split(":", 2)

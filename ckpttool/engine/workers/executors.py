@@ -16,17 +16,17 @@ from ...errors import UsageError, argument
 from ...printable import count_noun
 from . import clusters
 from .clusters import Workers
-from .cores import usable_cores, usable_memory
+from .cores import count_usable_cores, find_usable_memory
 from .local_processes import LocalProcesses
 
 __all__ = [
     "SMALL",
     "Workers",
     "WorkersSpec",
-    "default_count",
+    "choose_process_count",
     "describe_workers",
+    "open_workers",
     "serve_if_worker",
-    "workers_of",
 ]
 
 WorkersSpec = Executor | int | str | None
@@ -38,14 +38,14 @@ SMALL = 4_000_000_000
 _WORKER_BYTES = 512 << 20
 
 
-def workers_of(spec: WorkersSpec, nbytes: int = 0) -> AbstractContextManager[Workers]:
+def open_workers(spec: WorkersSpec, nbytes: int = 0) -> AbstractContextManager[Workers]:
     """Return a context manager of the workers that `spec` names; entering it starts or connects them. At its end,
-    requests that are not done are cancelled, and processes started here end.
+    unfinished requests are cancelled, and processes that were started here end.
 
     Args:
         spec: a number of local processes, as int or text; `dask:ADDRESS` or `dask:FILE.json`; `ray:auto` or
             `ray:ADDRESS`; `mpi`; `package.module:factory`, a function that returns an Executor; an Executor, which
-            stays open; None for `default_count(nbytes)` local processes.
+            stays open; None for `choose_process_count(nbytes)` local processes.
         nbytes: how many bytes there are to read.
 
     Raises:
@@ -55,7 +55,7 @@ def workers_of(spec: WorkersSpec, nbytes: int = 0) -> AbstractContextManager[Wor
     """
     if isinstance(spec, Executor):
         return _callers_executor(spec)
-    text = str(default_count(nbytes) if spec is None else spec).strip()
+    text = str(choose_process_count(nbytes) if spec is None else spec).strip()
     engine, _, where = text.partition(":")
     if re.fullmatch(r"\d{1,4}", text) and int(text) > 0:
         return _local_workers(int(text))
@@ -66,7 +66,7 @@ def workers_of(spec: WorkersSpec, nbytes: int = 0) -> AbstractContextManager[Wor
     if text == "mpi":
         return clusters.mpi_workers()
     if re.fullmatch(r"[^\W\d]\w*(\.\w+)*:[^\W\d]\w*", text) and engine not in ("dask", "ray", "mpi"):
-        return _made_by_factory(engine, where)
+        return _executor_from_factory(engine, where)
     raise UsageError(
         f"{argument('workers', spec)}: give a number of local processes from 1 to 9999, dask:tcp://HOST:8786, "
         "dask:FILE.json, ray:auto, ray:ADDRESS, mpi, or MODULE:FACTORY, a function that returns a "
@@ -80,7 +80,7 @@ def workers_of(spec: WorkersSpec, nbytes: int = 0) -> AbstractContextManager[Wor
 
 @contextmanager
 def _local_workers(count: int) -> Iterator[Workers]:
-    """While the block runs, have up to `count` local processes as workers; at its end, they are stopped."""
+    """Provide up to `count` local processes as workers in the `with` block; they are stopped at its end."""
     executor = LocalProcesses(count)
     try:
         yield Workers(executor, count, False, _count_processes(count))
@@ -92,16 +92,16 @@ def _count_processes(count: int) -> str:
     return count_noun(count, "process", "processes")
 
 
-def default_count(nbytes: int) -> int:
-    """Choose how many local processes copy `nbytes` bytes: half of the cores, at most 8, and at most one for each 512
-    MiB of memory; one for less than 4 GB, or on fewer than 4 cores.
+def choose_process_count(nbytes: int) -> int:
+    """Return how many local processes should copy `nbytes` bytes: half of the cores, at most 8, and at most one for
+    each 512 MiB of memory; one for less than 4 GB, or on fewer than 4 cores.
 
-    Half, since each process also has threads that read and write. More than 8 wait for most disks.
+    Half, since each process also has threads that read and write; most disks cannot serve more than 8.
     """
-    n = usable_cores()
+    n = count_usable_cores()
     if nbytes < SMALL or n < 4:
         return 1
-    room = usable_memory()
+    room = find_usable_memory()
     return max(1, min(n // 2, 8, 8 if room is None else room // _WORKER_BYTES))
 
 
@@ -117,9 +117,9 @@ def describe_workers(spec: WorkersSpec, nbytes: int) -> tuple[str, int | None, b
         UsageError: it names nothing that can be used.
     """
     if isinstance(spec, Executor):
-        return type(spec).__name__, _count_of(spec), _may_be_remote(spec)
-    workers_of(spec, nbytes)
-    text = str(default_count(nbytes) if spec is None else spec).strip()
+        return type(spec).__name__, _count_workers(spec), _may_be_remote(spec)
+    open_workers(spec, nbytes)
+    text = str(choose_process_count(nbytes) if spec is None else spec).strip()
     if not text.isdecimal():
         return text, None, True
     return _count_processes(int(text)), int(text), False
@@ -130,22 +130,23 @@ def describe_workers(spec: WorkersSpec, nbytes: int) -> tuple[str, int | None, b
 
 @contextmanager
 def _callers_executor(inner: Executor) -> Iterator[Workers]:
-    """While the block runs, use an Executor that the caller has made; at its end, cancel what is not done there, and
-    leave it open."""
+    """Use the caller's Executor for the `with` block; at its end, cancel what was submitted and has not started, and
+    leave the Executor open."""
     shared = clusters.SharedExecutor(inner, argument("workers", type(inner).__name__))
     try:
-        yield Workers(shared, _count_of(inner), _may_be_remote(inner), type(inner).__name__)
+        yield Workers(shared, _count_workers(inner), _may_be_remote(inner), type(inner).__name__)
     finally:
         shared.shutdown()
 
 
 @contextmanager
-def _made_by_factory(module: str, name: str) -> Iterator[Workers]:
-    """While the block runs, use the Executor that a user's function makes, if its workers have this version of
-    ckpttool; at the end, shut it down.
+def _executor_from_factory(module: str, name: str) -> Iterator[Workers]:
+    """Use the Executor that a user's function returns for the `with` block, if its workers have this version of
+    ckpttool; shut it down at the end.
 
     Args:
-        module: the module of the function; `name` is its name there.
+        module: the module of the function.
+        name: the name of the function.
 
     Raises:
         UsageError: there is no such function, it fails or returns something else, or the workers cannot run this
@@ -168,9 +169,9 @@ def _made_by_factory(module: str, name: str) -> Iterator[Workers]:
     if not isinstance(made, Executor):
         raise UsageError(f"{said} returned {type(made).__name__}, not a concurrent.futures.Executor.", code="CKPT0220")
     try:
-        version = clusters.ask_worker(made, said, clusters.version_of_worker)
-        clusters.refuse_other_version(said, "a worker", version)
-        yield Workers(made, _count_of(made), _may_be_remote(made), f"{module}:{name}")
+        version = clusters.ask_worker(made, said, clusters.get_worker_version)
+        clusters.check_version(said, "a worker", version)
+        yield Workers(made, _count_workers(made), _may_be_remote(made), f"{module}:{name}")
     finally:
         try:
             made.shutdown(wait=False, cancel_futures=True)
@@ -178,23 +179,24 @@ def _made_by_factory(module: str, name: str) -> Iterator[Workers]:
             made.shutdown(wait=False)
 
 
-def _count_of(executor: Executor) -> int | None:
-    """Return how many workers an Executor has, if it tells as those of the standard library do; else None."""
+def _count_workers(executor: Executor) -> int | None:
+    """Return how many workers an Executor has, from the attribute that those of the standard library have; None if
+    unknown."""
     count = getattr(executor, "_max_workers", None)
     return count if isinstance(count, int) and count > 0 else None
 
 
 def _may_be_remote(executor: Executor) -> bool:
-    """Tell whether the workers of an Executor may be on other machines: those of any but the standard library's and
-    ours."""
+    """Tell whether the workers of an Executor may be on other machines: False for the executors of the standard library
+    and for `LocalProcesses`."""
     return not (type(executor).__module__.startswith("concurrent.futures.") or isinstance(executor, LocalProcesses))
 
 
 def serve_if_worker(spec: WorkersSpec) -> None:
-    """Serve in a worker process of `mpi` under `mpiexec` or `srun`: this does not return in ranks other than 0, which
-    serve until rank 0 ends and then exit with 0.
+    """Under `mpiexec` or `srun` with workers `mpi`, serve as a worker in ranks other than 0: they do not return from
+    here, but serve until rank 0 ends and then exit with code 0.
 
-    To be called before anything that only one process may do. In rank 0, and with all other specs, it returns at once.
+    Call it before anything that only one process may do. In rank 0, and with all other specs, it returns at once.
 
     Raises:
         SystemExit: in ranks other than 0, with code 0.
@@ -202,4 +204,4 @@ def serve_if_worker(spec: WorkersSpec) -> None:
         MissingPackage: mpi4py or MPI itself is not installed.
     """
     if isinstance(spec, str) and spec.strip() == "mpi":
-        clusters.mpi_executor()
+        clusters.get_mpi_executor()

@@ -31,8 +31,8 @@ from .local_worker import (
     REQUEST,
     RETURNED,
     WAIT,
-    message,
-    message_header,
+    encode_message,
+    encode_template_message,
     read_message,
     serve_as_template,
     serve_as_worker,
@@ -77,11 +77,11 @@ class LocalProcesses(Executor):
         self._serving = 0
 
     def prepare(self, fn: Callable[[str], str], text: str) -> None:
-        """Call `fn(text)` once, for all workers that are started from now on.
+        """Call `fn(text)` once in a template process, of which all workers that start from now on are copies.
 
-        Where it fails, or leaves a thread or a connection, each worker begins with nothing. Workers that hold what an
-        earlier call has prepared end here, so no request may be at work. The thread that calls this must not end before
-        the workers do.
+        If the call fails, or leaves a thread or a connection behind, workers start without it. Workers that were copied
+        from an earlier template are killed, so no request may be running. The calling thread must not end before the
+        workers do.
         """
         made = _Template()
         try:
@@ -121,13 +121,13 @@ class LocalProcesses(Executor):
             self._tasks.put((future, f"{fn.__module__}:{fn.__name__}", args[0]))
             if len(self._threads) < self._count:
                 self._serving += 1
-                self._threads.append(threading.Thread(target=self._serve, daemon=True, name="ckpttool-worker"))
+                self._threads.append(threading.Thread(target=self._serve_requests, daemon=True, name="ckpttool-worker"))
                 self._threads[-1].start()
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the workers when all is done, or, with `cancel_futures`, kill them now; with `wait`, return only when
-        they have ended."""
+        """End the workers when all requests are done; with `cancel_futures`, kill them now. With `wait`, return only
+        when they have ended."""
         with self._lock:
             self._closed = True
             self._cancelled |= cancel_futures
@@ -140,9 +140,9 @@ class LocalProcesses(Executor):
         for thread in self._threads if wait else ():
             thread.join()
 
-    def _serve(self) -> None:
-        """Take requests from the queue and have one worker, started here, answer them one after another: the loop of
-        one thread."""
+    def _serve_requests(self) -> None:
+        """Take requests from the queue and have one worker, which is started when it is needed, answer them one after
+        another. This is the loop of one thread."""
         worker: _Worker | None = None
         while (task := self._tasks.get()) is not None:
             future, name, text = task
@@ -154,7 +154,7 @@ class LocalProcesses(Executor):
                 if worker is not None and worker.process.poll() is not None:  # died while it had nothing to do
                     self._end(worker)
                     worker = None
-                worker = worker or self._start()
+                worker = worker or self._start_worker()
                 kind, answer = worker.call(name, text)
             except BaseException as e:
                 self._end(worker)
@@ -164,15 +164,15 @@ class LocalProcesses(Executor):
                 if kind == RETURNED:
                     future.set_result(answer)
                 else:
-                    future.set_exception(_exception_of(answer))
+                    future.set_exception(_decode_exception(answer))
         self._end(worker)
         with self._lock:
             self._serving -= 1
             if self._closed and not self._serving:
                 self._end_template()
 
-    def _start(self) -> _Worker:
-        """Start a worker.
+    def _start_worker(self) -> _Worker:
+        """Start a worker and return it.
 
         Raises:
             WorkerDied: `shutdown` has cancelled the work.
@@ -180,13 +180,13 @@ class LocalProcesses(Executor):
         with self._lock:
             if self._cancelled:
                 raise WorkerDied("the workers were stopped")
-            worker = _Worker(self._spawn_or_copy)
+            worker = _Worker(self._make_process)
             self._workers.add(worker)
         return worker
 
-    def _spawn_or_copy(self, theirs: socket.socket, stderr: BinaryIO) -> tuple[_Process, bytes]:
-        """Make a process that serves requests at a socket: a copy of the template, or else a new one. Called with the
-        lock held.
+    def _make_process(self, theirs: socket.socket, stderr: BinaryIO) -> tuple[_Process, bytes]:
+        """Make a process that serves requests at a socket: a copy of the template, or a new one if there is no
+        template. The caller holds the lock.
 
         Args:
             theirs: the end of the socket pair that the process gets.
@@ -200,7 +200,7 @@ class LocalProcesses(Executor):
                 return self._template.copy(theirs, stderr), b""
             except (WorkerDied, OSError):  # the kernel ends its workers with it
                 self._end_template()
-        return _spawn(serve_as_worker, theirs, stderr)
+        return _spawn_process(serve_as_worker, theirs, stderr)
 
     def _end_template(self) -> None:
         """End the template, the process that workers are copied from, if there is one."""
@@ -209,7 +209,7 @@ class LocalProcesses(Executor):
             made.close()
 
     def _end(self, worker: _Worker | None) -> None:
-        """End a worker, and forget it; None is none."""
+        """End a worker and remove it from the set of workers; do nothing for None."""
         if worker is not None:
             with self._lock:
                 self._workers.discard(worker)
@@ -226,11 +226,11 @@ class _Process(Protocol):
     def kill(self) -> None: ...
 
 
-def _spawn(serve: Callable[..., None], theirs: socket.socket, stderr: BinaryIO) -> tuple[_Process, bytes]:
-    """Start a Python process that runs a function of `local_worker`.
+def _spawn_process(serve: Callable[..., None], theirs: socket.socket, stderr: BinaryIO) -> tuple[_Process, bytes]:
+    """Start a new Python process that runs a function of `local_worker`.
 
     Args:
-        serve: that function.
+        serve: the function.
         theirs: the end of the socket pair that the process gets.
         stderr: the file for its standard output and standard error.
 
@@ -271,15 +271,17 @@ class _Worker:
         self.file = self.socket.makefile("rb")
 
     def call(self, name: str, text: str) -> tuple[bytes, str]:
-        """Send a request to call the function `name`, "module:function", with a text; returns (RETURNED or RAISED, the
-        answer).
+        """Have the process call a function with a text, and return (RETURNED or RAISED, the answer).
+
+        Args:
+            name: the function, "module:function".
 
         Raises:
-            WorkerDied: with how it ended, and what it wrote to standard error.
+            WorkerDied: the process ended; the message says how, and what it wrote to standard error.
         """
         answer, why = None, ""
         try:
-            self.socket.sendall(self._first + message(REQUEST, name) + message(REQUEST, text))
+            self.socket.sendall(self._first + encode_message(REQUEST, name) + encode_message(REQUEST, text))
             self._first = b""
             answer = read_message(self.file, RETURNED + RAISED)
         except OSError:  # a reset connection: it died with requests unread
@@ -287,7 +289,7 @@ class _Worker:
         except ValueError as e:
             why = f" after it sent {e}"
         if answer is None:
-            raise WorkerDied(f"worker process {self.process.pid} {self._end()}{why}{self._last_words()}")
+            raise WorkerDied(f"worker process {self.process.pid} {self._end()}{why}{self._describe_stderr()}")
         os.ftruncate(self.stderr.fileno(), 0)  # of this request; both processes share the position
         os.lseek(self.stderr.fileno(), 0, os.SEEK_SET)
         return answer
@@ -300,8 +302,7 @@ class _Worker:
         self.stderr.close()
 
     def _end(self) -> str:
-        """Close the socket to the process, and kill the process if it does not end then; returns how it ended, in
-        words."""
+        """Close the socket, kill the process if it does not end in time, and return how it ended, in words."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         try:
@@ -314,9 +315,9 @@ class _Worker:
         hint = " (out of memory?)" if code == -signal.SIGKILL else ""
         return f"was ended by {signal.Signals(-code).name}{hint}"
 
-    def _last_words(self) -> str:
-        """Return the last 4000 bytes of what it wrote to standard error, as the end of a message; "" if it wrote
-        nothing."""
+    def _describe_stderr(self) -> str:
+        """Return the last 4000 bytes that the process wrote to standard error, as the end of a message, ": TEXT"; "" if
+        it wrote nothing."""
         size = os.fstat(self.stderr.fileno()).st_size
         text = os.pread(self.stderr.fileno(), 4000, max(0, size - 4000)).decode(errors="replace").strip()
         return f": {text}" if text else ""
@@ -326,12 +327,12 @@ class _Template(_Worker):
     """A process that has prepared what workers need, and makes them."""
 
     def __init__(self) -> None:
-        super().__init__(partial(_spawn, serve_as_template))
+        super().__init__(partial(_spawn_process, serve_as_template))
         self._lock = threading.Lock()
         self._silent = False  # whether an answer is overdue, so that the next one might be that
 
     def copy(self, theirs: socket.socket, stderr: BinaryIO) -> _Copy:
-        """Make a worker, a fork of this process, that serves at a socket.
+        """Fork the template process into a worker that serves at a socket, and return the worker's process.
 
         Args:
             theirs: the end of the socket pair that the worker gets.
@@ -339,27 +340,30 @@ class _Template(_Worker):
 
         Raises:
             TimeoutError: the template does not answer.
-            WorkerDied, OSError: the template has ended, or could not make one.
+            WorkerDied, OSError: the template has ended, or could not fork.
         """
         with self._lock:
-            socket.send_fds(self.socket, [message_header(FORK, 0)], [theirs.fileno(), stderr.fileno()])
+            socket.send_fds(self.socket, [encode_template_message(FORK, 0)], [theirs.fileno(), stderr.fileno()])
             return _Copy(self, int(self._read_answer()))
 
     def exit_code(self, pid: int) -> int:
-        """Return the exit code of a worker that has ended, negative for a signal, as Popen.returncode; `pid` is that of
-        the worker."""
+        """Return the exit code of a worker that has ended, negative for a signal, like Popen.returncode.
+
+        Args:
+            pid: the process id of the worker.
+        """
         with self._lock:
             try:
-                self.socket.sendall(message_header(WAIT, pid))
+                self.socket.sendall(encode_template_message(WAIT, pid))
                 return int(self._read_answer())
             except (WorkerDied, OSError):
                 return -signal.SIGKILL  # what the kernel does to the workers of a template that has ended
 
     def _read_answer(self) -> str:
-        """Read the text of the template's next answer.
+        """Return the text of the template's next answer.
 
         Raises:
-            TimeoutError: it has not answered for `_ANSWERS` seconds, now or before.
+            TimeoutError: this or an earlier answer did not come within `_ANSWERS` seconds.
             WorkerDied: the template has ended.
         """
         if self._silent or not select.select([self.socket], [], [], _ANSWERS)[0]:
@@ -387,7 +391,7 @@ class _Copy:
             return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end, and return its exit code; `timeout` is in seconds.
+        """Wait until the process ends, and return its exit code; `timeout` is in seconds, None waits for ever.
 
         Raises:
             subprocess.TimeoutExpired: it still runs.
@@ -400,15 +404,15 @@ class _Copy:
         return self._code
 
     def kill(self) -> None:
-        """End it now."""
+        """Kill the process, if it is not known to have ended."""
         if self._code is None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._fd, signal.SIGKILL)
 
 
-def _exception_of(answer: str) -> Exception:
-    """Return the exception that a worker's answer describes: name of its class, message and traceback, separated by
-    null bytes. A class that ckpttool's errors do not have becomes RuntimeError."""
+def _decode_exception(answer: str) -> Exception:
+    """Return the exception that a worker's answer describes: class name, message and traceback, separated by null
+    bytes. A class that is none of ckpttool's errors becomes RuntimeError."""
     kind, text, trace = answer.split("\0", 2)
     if kind in errors.__all__ and isinstance(cls := getattr(errors, kind), type):
         return cls(text)  # type: ignore[no-any-return]

@@ -35,25 +35,36 @@ from ..handle import cut_chunks
 from .part_requests import Json
 from .parts import WorkPart
 
-__all__ = ["bytes_between_chunks", "fill_part", "send_cells", "why_cells_need_one_process", "worker_writes_frames"]
+__all__ = [
+    "explain_one_process_for_cells",
+    "fill_part",
+    "make_bytes_between_chunks",
+    "send_cells",
+    "worker_writes_frames",
+]
 
 
 def worker_writes_frames(draft: Draft, file: int) -> bool:
-    """Tell whether the worker that writes a chunk of a file, given by its number, writes the bytes around it (frames),
-    too; else the coordinator does."""
+    """Tell whether the worker that writes a chunk also writes the bytes around it (frames); if not, the coordinator
+    does.
+
+    Args:
+        file: the number of the file in the draft.
+    """
     return draft.files[file].frames_alone or (draft.before is None and draft.after is None)
 
 
-def bytes_between_chunks(
+def make_bytes_between_chunks(
     draft: Draft, file: int, written: Sequence[Written], digests: dict[str, str], needed: Callable[[int, int], bool]
 ) -> tuple[list[tuple[int, bytes]], int]:
-    """Make what lies between the chunks of a file, given by its number: head, frames, tail. Returns ([(offset, bytes)]
-    in order, the size of the file in bytes).
+    """Make the bytes of a file that are in no chunk: head, frames, tail. Return ([(offset, bytes)] in order, the size
+    of the file in bytes).
 
     Args:
+        file: the number of the file in the draft.
         written: the chunks of the file, in order: (tensor, number of the chunk, CRC32).
-        digests: {tensor: BLAKE3 in hex}.
-        needed: whether the bytes of a gap between two chunks, [first, stop), are needed.
+        digests: {tensor: BLAKE3 hex digest}.
+        needed: tells whether the bytes [first, stop) of a gap between two chunks are needed.
     """
     head = draft.files[file].first_bytes()
     out, end = [(0, head)], len(head)
@@ -93,13 +104,15 @@ def fill_part(
     *,
     there: bool,
 ) -> Json:
-    """Fill a part and note that it is filled; returns what the coordinator has to know of it, as plain data.
+    """Write one part of a draft, record that it is filled, and return the worker's answer to the coordinator as plain
+    data: digests, CRC32s, bytes that the coordinator has to write, and so on.
 
     Args:
-        files: the source's files; the file numbers of chunks count in this list.
+        files: the source's files; the file numbers of chunks are indices into this list.
         records: byte ranges of these files with known CRC32s.
+        part: which tensors to write.
         tree: the destination, as the coordinator shares it.
-        there: an earlier run wrote these bytes; they are read from the source, digested, and not written again.
+        there: whether an earlier run wrote these bytes; then they are only read from the source and digested.
 
     Raises:
         Corrupt, SourceChanged: the source is damaged, or was written to meanwhile.
@@ -148,8 +161,8 @@ class _PartFilling(Scatter):
         self.outs: dict[int, LocalRange | CellRange] = {}
 
     def begin(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
-        """Append the bytes that lie before a chunk of tensor `name`, if they depend on nothing but what was written
-        here; else leave them to the coordinator."""
+        """Append the frame before a chunk of tensor `name`, if it depends only on what was written here; else leave it
+        to the coordinator."""
         if self.there:
             return
         alone = worker_writes_frames(self.draft, row.file)
@@ -169,10 +182,10 @@ class _PartFilling(Scatter):
         out.append(before)
 
     def _wrote_whole_record(self, file: int) -> bool:
-        """Tell whether all chunks of the record in which the last chunk of a file lies were written here.
+        """Tell whether all chunks of the record that contains the last written chunk of a file were written here.
 
-        A cell of a store is sent whole or not at all, so that it pays to know what lies between; into a file, the
-        coordinator writes it later.
+        A cell of a store is sent completely or not at all, so it pays to know the frames; in a file, the coordinator
+        writes them later.
         """
         record_at, written = self.draft.files[file].record_at, self.crcs.get(file)
         if record_at is None or not written:
@@ -211,9 +224,8 @@ class _PartFilling(Scatter):
 # --------------------------------------------------------------------------------------- cells that no part fills alone
 
 
-def why_cells_need_one_process(draft: Draft) -> str | None:
-    """Return a text that says why rows of the tensors of a draft cannot be read alone, as `send_cells` does; None where
-    they can."""
+def explain_one_process_for_cells(draft: Draft) -> str | None:
+    """Return the reason why `send_cells` cannot read single rows of a draft's tensors; None if it can."""
     names = [n for n in draft.checkpoint.tensors if n not in draft.aliases]
     if any(draft.sources[n].chunks.zstd for n in names):
         return "a compressed source is sent by one process"
@@ -230,13 +242,14 @@ def send_cells(
     objects: SharedObjects,
     budget: IOBudget,
 ) -> Json:
-    """Fill and send some cells (parts of objects in a store); returns what was sent (`SharedObjects.finish_sending`)
-    and the machine's name as "node", as plain data.
+    """Fill and send some cells (parts of objects in a store); return what was sent (`SharedObjects.finish_sending`) and
+    "node", the machine's name, as plain data.
 
     Args:
-        files: the source's files; the file numbers of chunks count in this list.
-        cells: (file, cell, bytes of it, [(tensor, chunk)] that meet it, [(offset in the file, base64)] of what lies
-            between), where file, tensor and chunk are numbers.
+        files: the source's files; the file numbers of chunks are indices into this list.
+        cells: (file, cell, bytes of the cell, [(tensor, chunk)] that overlap it, [(offset in the file, base64)] of the
+            bytes between chunks); file, cell, tensor and chunk are numbers.
+        objects: the destination, as the coordinator shares it.
 
     Raises:
         Corrupt, SourceChanged: bytes are missing, or the source was written to meanwhile.
@@ -252,7 +265,7 @@ def send_cells(
         starts.append([])
         for i, row in chunks:
             name = names[i]
-            entry, at = _rows_in_cell(tensors[name], draft.sources[name], row, begin, begin + length)
+            entry, at = _cut_rows_in_cell(tensors[name], draft.sources[name], row, begin, begin + length)
             jobs.append(StreamJob(str(len(jobs)), entry, tensors[name].dtype))
             starts[-1].append(at)
     stream = Reader(source, files, None, budget).blocks(jobs)
@@ -283,13 +296,16 @@ def send_cells(
     return {**out, "node": os.uname().nodename}
 
 
-def _rows_in_cell(entry: TensorEntry, source: TensorEntry, row: int, begin: int, end: int) -> tuple[TensorEntry, int]:
-    """Return (the rows of a chunk that meet bytes [begin, end) of its file, as a tensor of the source; the offset in
+def _cut_rows_in_cell(
+    entry: TensorEntry, source: TensorEntry, row: int, begin: int, end: int
+) -> tuple[TensorEntry, int]:
+    """Return (the rows of a chunk that overlap bytes [begin, end) of its file, as a tensor of the source; the offset in
     the file at which they begin).
 
     Args:
-        entry: the tensor in the destination; `row` is the number of the chunk.
+        entry: the tensor in the destination.
         source: the same tensor in the source.
+        row: the number of the chunk in the destination.
     """
     chunk = entry.chunks[row]
     start, shape, offset = chunk.start, chunk.shape, chunk.extent.offset

@@ -33,10 +33,10 @@ from ...storage import urls
 from ...storage.source import Source
 
 __all__ = [
-    "absolute_path",
+    "compute_index_id",
     "describe_job",
     "encode_error",
-    "index_id",
+    "make_absolute",
     "parse_answer",
     "read_job",
 ]
@@ -52,7 +52,7 @@ def describe_job(src: object, dst: str, reading: OpenOptions, writing: WriteRequ
 
     Args:
         src: what the user gave as the source; a worker can open a path or a URL only.
-        plan: the `plan_id` that a worker must come to.
+        plan: the `compute_plan_id` that a worker must come to.
     """
     computed = reading.merge is not None or reading.average is not None
     if not isinstance(src, (str, os.PathLike)) or computed or reading.salvage:
@@ -60,33 +60,33 @@ def describe_job(src: object, dst: str, reading: OpenOptions, writing: WriteRequ
     asked = {f.name: getattr(writing, f.name) for f in fields(writing)}
     options = asked.pop("options")
     return {
-        "src": absolute_path(os.fspath(src)),
-        "dst": absolute_path(dst),
+        "src": make_absolute(os.fspath(src)),
+        "dst": make_absolute(dst),
         "plan": plan,
         "reading": asdict(reading),
         "writing": {**asked, "options": None if options is None else asdict(options)},
     }
 
 
-def absolute_path(path: str) -> str:
-    """Return a path that means the same in any folder; a URL as it is."""
+def make_absolute(path: str) -> str:
+    """Return a path as an absolute path; a URL is returned unchanged."""
     return path if urls.is_url(path) else os.path.abspath(path)
 
 
 def read_job(job: Mapping[str, Any]) -> tuple[str, str, OpenOptions, WriteRequest]:
-    """Return (source, destination, how to read, what to write) of a job as `describe_job` makes it."""
+    """Return (source, destination, how to read, what to write) of a conversion that `describe_job` returned."""
     asked = dict(job["writing"])
     options = asked.pop("options")
     if options is not None:
-        kind = layouts.target_of(asked["to"], job["dst"]).options
+        kind = layouts.choose_target_layout(asked["to"], job["dst"]).options
         assert kind is not None
         options = kind(**options)
     return job["src"], job["dst"], OpenOptions(**job["reading"]), WriteRequest(**asked, options=options)
 
 
-def index_id(ckpt: Checkpoint, source: Source) -> str:
-    """Return a digest, in hex, of a checkpoint's index (names, dtypes, shapes) and of the identities of its files,
-    without their device."""
+def compute_index_id(ckpt: Checkpoint, source: Source) -> str:
+    """Return a hex digest of a checkpoint's index (names, dtypes, shapes) and of the identities of its files, without
+    their device numbers."""
     identities = source.identities()
     files = [(name, identities.get(name, (0,))[1:]) for name in ckpt.files]
     h = blake3(json.dumps([ckpt.layout, files, ckpt.sizes], default=str).encode())
@@ -96,7 +96,7 @@ def index_id(ckpt: Checkpoint, source: Source) -> str:
 
 
 def encode_error(e: CkpttoolError) -> str:
-    """Encode an error as an answer of a worker, a JSON text that `parse_answer` raises again."""
+    """Encode an error as a worker's answer, a JSON text; `parse_answer` raises it again."""
     notes = list(getattr(e, "__notes__", ()))
     return json.dumps({"error": {"kind": e.kind, "code": e.code, "message": str(e), "notes": notes}})
 

@@ -18,7 +18,7 @@ from ..copy.tensor_statistics import StatisticsCounter
 from ..opening import OpenCheckpoint, OpenOptions, open_checkpoint
 from ..planning import Plan, plan_conversion
 from .part_fill import fill_part, send_cells
-from .part_requests import Json, encode_error, index_id, read_job
+from .part_requests import Json, compute_index_id, encode_error, read_job
 from .parts import WorkPart
 
 __all__ = ["SingleEntryCache", "close_caches", "prepare", "run"]
@@ -38,8 +38,8 @@ class SingleEntryCache(Generic[T]):
 
     @contextmanager
     def answer(self, question: str) -> Iterator[T]:
-        """While the block runs, keep open what answers a question; it is made now, unless the question is the last
-        one."""
+        """Provide what `make` returns for a question in the `with` block. It is made now, unless the question equals
+        the last one."""
         with self.lock:
             if self.kept is None or question != self.kept.question:
                 self._drop()
@@ -72,21 +72,25 @@ class _Kept(Generic[T]):
     users: int = 0
 
     def close(self) -> None:
-        """Close what was made, unless somebody uses it."""
+        """Close the cached object, unless it is in use."""
         if not self.users:
             with self.made:
                 pass
 
 
 def close_caches() -> None:
-    """Close what is kept for the next request: for processes that do not end when the work is done."""
+    """Close the plans and checkpoints that are cached for further requests; for processes that continue after their
+    work."""
     _planned.close()
     _opened.close()
 
 
 def prepare(request: str) -> str:
-    """Plan the conversion or open the checkpoint that a request is about, and keep it for all workers that are made as
-    copies of this process; returns "".
+    """Plan the conversion or open the checkpoint that a request is about, and cache it for all workers that are forked
+    from this process; return "".
+
+    Args:
+        request: JSON, as `run` takes it.
 
     Raises:
         CkpttoolError: it cannot be planned or opened.
@@ -97,8 +101,11 @@ def prepare(request: str) -> str:
 
 
 def run(request: str) -> str:
-    """Do what a request, a JSON text, asks for, and return the answer as JSON; an error of ckpttool is an answer,
-    too."""
+    """Execute a request, and return the answer; errors of ckpttool are answers, too (`encode_error`).
+
+    Args:
+        request: JSON, {"fill", "cells" or "digest": its arguments}.
+    """
     ((what, asked),) = json.loads(request).items()
     try:
         return json.dumps(_ACTIONS[what](asked), separators=(",", ":"))
@@ -107,8 +114,10 @@ def run(request: str) -> str:
 
 
 def _fill_part(asked: Json) -> Json:
-    """Fill one part of a conversion, and return what the coordinator has to know of it; `asked` holds "job", "tree",
-    "part", "there", "threads" and "buffer_bytes".
+    """Fill one part of a conversion, and return the answer of `fill_part`.
+
+    Args:
+        asked: {"job", "tree", "part", "there", "threads", "buffer_bytes"}.
 
     Raises:
         CkpttoolError: it cannot be planned, read or written.
@@ -128,8 +137,10 @@ def _fill_part(asked: Json) -> Json:
 
 
 def _send_cells(asked: Json) -> Json:
-    """Send some cells (parts of objects in a store) of a conversion, and return what was sent; `asked` holds "job",
-    "tree", "cells", "threads" and "buffer_bytes".
+    """Send some cells (parts of objects in a store) of a conversion, and return the answer of `send_cells`.
+
+    Args:
+        asked: {"job", "tree", "cells", "threads", "buffer_bytes"}.
 
     Raises:
         CkpttoolError: it cannot be planned, read or sent.
@@ -145,10 +156,13 @@ def _send_cells(asked: Json) -> Json:
         )
 
 
-def _digest_tensors(asked: Json) -> Json:
-    """Digest tensors [first, stop) of a checkpoint; returns {"digests", "seen"} of `tensor_digests_and_crcs`, and
-    {"statistics"} where they are asked for. `asked` holds "open", "first", "stop", "statistics" (None, or whether with
-    exponents), "threads" and "buffer_bytes".
+def _digest_part(asked: Json) -> Json:
+    """Digest some tensors of a checkpoint, and return {"digests", "seen"} of `tensor_digests_and_crcs`, with
+    "statistics" if they are asked for.
+
+    Args:
+        asked: {"open", "first", "stop", "statistics", "threads", "buffer_bytes"}; the tensors are [first, stop) of the
+            index, and "statistics" is None, or whether to count exponents.
 
     Raises:
         CkpttoolError: it cannot be opened or read.
@@ -164,17 +178,19 @@ def _digest_tensors(asked: Json) -> Json:
         return out if counter is None else {**out, "statistics": {n: asdict(s) for n, s in counter.found.items()}}
 
 
-def _open(asked: str) -> OpenCheckpoint:
-    """Open and locate the checkpoint that a request is about; `asked` is JSON with "path", "options" and "index", its
-    `index_id`.
+def _open_asked(asked: str) -> OpenCheckpoint:
+    """Open and locate the checkpoint that a request is about.
+
+    Args:
+        asked: JSON with "path", "options" and "index", the checkpoint's `compute_index_id`.
 
     Raises:
-        CkpttoolError: it cannot be opened, or this worker finds another one than the process that asked.
+        CkpttoolError: it cannot be opened, or this worker finds another checkpoint than the process that asked.
     """
     said = json.loads(asked)
     opened = open_checkpoint(said["path"], OpenOptions(**said["options"]), check_hints=False, prove_later=True)
     opened.locate()
-    if index_id(opened.checkpoint, opened.source) != said["index"]:
+    if compute_index_id(opened.checkpoint, opened.source) != said["index"]:
         raise CkpttoolError(
             f"this worker finds another checkpoint at {said['path']} than the process that asked: files that differ "
             "between the machines, or another version of ckpttool.",
@@ -183,8 +199,11 @@ def _open(asked: str) -> OpenCheckpoint:
     return opened
 
 
-def _plan(job: str) -> Plan:
-    """Plan the conversion that a request is about; `job` is JSON, as `describe_job` makes it.
+def _plan_asked(job: str) -> Plan:
+    """Plan the conversion that a request is about.
+
+    Args:
+        job: JSON of what `describe_job` returned.
 
     Raises:
         CkpttoolError: it cannot be planned, or this worker plans it differently from the process that asked.
@@ -202,5 +221,5 @@ def _plan(job: str) -> Plan:
     return planned
 
 
-_planned, _opened = SingleEntryCache(_plan), SingleEntryCache(_open)
-_ACTIONS = {"fill": _fill_part, "cells": _send_cells, "digest": _digest_tensors}
+_planned, _opened = SingleEntryCache(_plan_asked), SingleEntryCache(_open_asked)
+_ACTIONS = {"fill": _fill_part, "cells": _send_cells, "digest": _digest_part}

@@ -28,7 +28,7 @@ from ...index.draft import Draft
 from .clusters import FrozenWorkers, Workers
 from .part_requests import Json, parse_answer
 
-__all__ = ["WorkPart", "cut_draft", "cut_tensors", "least_part_bytes", "run_parts"]
+__all__ = ["WorkPart", "choose_least_part_bytes", "cut_draft", "cut_tensors", "run_parts"]
 
 _MOST_BYTES = 1 << 30
 _LEAST_BYTES = 16 << 20
@@ -50,15 +50,15 @@ class WorkPart(NamedTuple):
 
 
 def cut_tensors(tensors: Mapping[str, TensorEntry]) -> list[WorkPart]:
-    """Cut tensors that are only read into parts, whatever files they lie in."""
-    return _cut(tensors, {}, 0)
+    """Cut tensors that are only read into parts of consecutive tensors, regardless of the files that contain them."""
+    return _cut_into_parts(tensors, {}, 0)
 
 
 def cut_draft(draft: Draft, cell_bytes: int = 0) -> list[WorkPart]:
-    """Cut a draft into parts.
+    """Cut a draft into parts of consecutive tensors.
 
-    A part ends once it has both min(1 GiB, max(16 MiB, a 64th of the whole)) and 8 MiB for each of its files that the
-    next part goes on with; in a store, 2 to 8 cells instead of the 8 MiB.
+    A part ends once it has both min(1 GiB, max(16 MiB, a 64th of the total)) and 8 MiB for each of its files that the
+    next part continues; in a store, 2 to 8 cells instead of the 8 MiB.
 
     Args:
         cell_bytes: the bytes of a cell, a part of an object in a store; 0 if the destination is no store.
@@ -67,22 +67,22 @@ def cut_draft(draft: Draft, cell_bytes: int = 0) -> list[WorkPart]:
     if cell_bytes:
         fewest, most = (n * cell_bytes for n in _CELLS_OF_A_FILE)
         of_a_file = max(fewest, min(most, draft.nbytes // _PARTS // len(draft.files)))
-    return _cut(draft.checkpoint.tensors, draft.aliases, of_a_file)
+    return _cut_into_parts(draft.checkpoint.tensors, draft.aliases, of_a_file)
 
 
-def least_part_bytes(whole: int) -> int:
-    """Return the least size, in bytes, of every part but the last, where `whole` bytes are cut into parts."""
+def choose_least_part_bytes(whole: int) -> int:
+    """Return the minimum size, in bytes, of every part but the last, if `whole` bytes are cut into parts."""
     return min(_MOST_BYTES, max(_LEAST_BYTES, whole // _PARTS))
 
 
-def _cut(tensors: Mapping[str, TensorEntry], aliases: Mapping[str, str], of_a_file: int) -> list[WorkPart]:
-    """Cut tensors into parts that have at least `of_a_file` bytes for each file that the next part goes on with; 0 to
-    pay no heed to files.
+def _cut_into_parts(tensors: Mapping[str, TensorEntry], aliases: Mapping[str, str], of_a_file: int) -> list[WorkPart]:
+    """Cut tensors into parts of consecutive tensors.
 
     Args:
         aliases: names of tensors that share the bytes of others and are not counted.
+        of_a_file: the minimum bytes of a part for each of its files that the next part continues; 0 to ignore files.
     """
-    least = least_part_bytes(sum(t.nbytes for n, t in tensors.items() if n not in aliases))
+    least = choose_least_part_bytes(sum(t.nbytes for n, t in tensors.items() if n not in aliases))
     last: dict[int, int] = {}  # the tensor that ends a file
     for i, (name, t) in enumerate(tensors.items() if of_a_file else ()):
         if name not in aliases:
@@ -133,20 +133,22 @@ def run_parts(
     progress: Callable[[int, int], None],
     run: Callable[[str], str],
 ) -> int:
-    """Have workers do every part that is not in `results` yet, and add their answers; returns how often a part was
-    submitted again.
+    """Have workers do every part that is not in `results` yet, and add their answers.
 
     Args:
         results: {number of a part: answer}.
-        request: gives the request to a worker for the number of a part.
+        request: returns the request to a worker for the number of a part.
         progress: called with (bytes done, bytes in all).
         run: what a worker calls with a request, such as `part_worker.run`.
 
+    Returns:
+        How often a part was submitted again.
+
     Raises:
-        CkpttoolError: what a worker raised, or that no worker could do a part.
+        CkpttoolError: what a worker raised, or no worker could do a part.
     """
     total = sum(p.nbytes for p in parts)
-    todo = deque(p for p in _largest_first(parts) if p.number not in results)
+    todo = deque(p for p in _sort_largest_first(parts) if p.number not in results)
     passed = total - sum(p.nbytes for p in todo)
     flights: dict[int, _Flight] = {}
     flight_of: dict[Future[str], _Flight] = {}
@@ -193,16 +195,16 @@ def run_parts(
                 progress(passed, total)
             if not todo:
                 _duplicate_slow_parts(flights, seconds, at_once - len(flight_of), submit)
-            silent = silent or _warn_of_frozen(flights, seconds, workers)
+            silent = silent or _warn_if_all_frozen(flights, seconds, workers)
     finally:
         for future in flight_of:
             future.cancel()
     return submitted - len(seconds)
 
 
-def _largest_first(parts: Sequence[WorkPart]) -> list[WorkPart]:
-    """Order parts so that those of more than twice the average, which one large tensor makes, are begun first: no
-    worker then has one left when the others are done. All others stay in the order of the files."""
+def _sort_largest_first(parts: Sequence[WorkPart]) -> list[WorkPart]:
+    """Sort parts so that those of more than twice the average size, which one large tensor makes, come first: else one
+    of them might start when the other workers are almost done. All others stay in the order of the files."""
     usual = 2 * sum(p.nbytes for p in parts) // max(1, len(parts))
     return sorted(parts, key=lambda p: -p.nbytes if p.nbytes > usual else 0)
 
@@ -236,12 +238,13 @@ def _resubmit(flight: _Flight, e: Exception, submit: Callable[[_Flight], None]) 
 def _duplicate_slow_parts(
     flights: dict[int, _Flight], seconds: list[float], free: int, submit: Callable[[_Flight], None]
 ) -> None:
-    """Submit parts that take much longer than the others once more, to workers that have nothing to do.
+    """Submit parts that take much longer than the others again, to idle workers.
 
     Args:
-        flights: {number of a part: who works on it}.
-        seconds: how long each part that is done has taken.
-        free: how many workers have nothing to do.
+        flights: {number of a part: the requests for it}.
+        seconds: how long each finished part has taken.
+        free: how many workers are idle.
+        submit: submits a part.
     """
     for flight in sorted(flights.values(), key=lambda f: f.began):
         if free > 0 and flight.tries < _TRIES and _is_late(flight, seconds):
@@ -251,17 +254,21 @@ def _duplicate_slow_parts(
 
 
 def _is_late(flight: _Flight, seconds: list[float], least: float = 0.0) -> bool:
-    """Tell whether a part takes much longer than those that are done have taken, and at least `least` seconds, since it
-    was last submitted. While none is done, its bytes say how long is long."""
+    """Tell whether a part takes much longer than the finished parts did, and more than `least` seconds, since it was
+    last submitted. While no part is finished, the expected time is computed from its bytes.
+
+    Args:
+        seconds: how long each finished part has taken.
+    """
     usual = max(_SLOW * statistics.median(seconds), _SLOW_SECONDS) if seconds else 0.0
     return time.monotonic() - flight.submitted > max(
         usual or _UNKNOWN_SECONDS + flight.part.nbytes / _UNKNOWN_BYTES, least
     )
 
 
-def _warn_of_frozen(flights: dict[int, _Flight], seconds: list[float], workers: Workers) -> bool:
-    """Where every part that was submitted takes much longer than others did, so that nothing moves, warn of the first
-    and return True; else return False."""
+def _warn_if_all_frozen(flights: dict[int, _Flight], seconds: list[float], workers: Workers) -> bool:
+    """Warn of the oldest part and return True if every submitted part takes much longer than finished ones did, so that
+    nothing progresses; else return False."""
     if not flights or not all(_is_late(f, seconds, _SILENT_SECONDS) for f in flights.values()):
         return False
     flight = min(flights.values(), key=lambda f: f.began)

@@ -10,20 +10,20 @@ from importlib import resources
 from ...errors import UsageError
 from ...index.name_maps import NameMap, parse_name_map
 
-__all__ = ["load", "names", "read_shipped_or_own_map"]
+__all__ = ["list_map_names", "load_map", "read_shipped_or_own_map"]
 
 _SUFFIX = ".map"
 _MOST = 1 << 20
 
 
-def names() -> list[str]:
-    """List the names of the maps that come with ckpttool, sorted; without those that are only parts of others, which
-    begin with _."""
-    return [n for n in _all_names() if not n.startswith("_")]
+def list_map_names() -> list[str]:
+    """List the names of the maps that come with ckpttool, sorted, without those that other maps include (their names
+    begin with _)."""
+    return [n for n in _list_all_names() if not n.startswith("_")]
 
 
-def _all_names() -> list[str]:
-    """List the names of all maps that come with ckpttool, sorted, those that are only parts of others among them."""
+def _list_all_names() -> list[str]:
+    """List the names of all maps that come with ckpttool, sorted, with those that other maps include."""
     found = (f.name for f in resources.files(__name__).iterdir())
     return sorted(n.removesuffix(_SUFFIX) for n in found if n.endswith(_SUFFIX))
 
@@ -39,7 +39,7 @@ def read_shipped_or_own_map(asked: str) -> str:
     """
     if "\n" in asked:
         return asked
-    if asked in _all_names():
+    if asked in _list_all_names():
         return resources.files(__name__).joinpath(asked + _SUFFIX).read_text("utf-8")
     if os.path.isfile(asked):
         try:
@@ -59,16 +59,16 @@ def read_shipped_or_own_map(asked: str) -> str:
             f"name map {asked!r:.200}: it is not a regular file. Give the file of a name map.", code="CKPT0213"
         )
     raise UsageError(
-        f"name map {asked!r:.200}: no such file, and no such map. Maps: {', '.join(names())}.", code="CKPT0213"
+        f"name map {asked!r:.200}: no such file, and no such map. Maps: {', '.join(list_map_names())}.", code="CKPT0213"
     )
 
 
 @lru_cache(64)
-def load(asked: str) -> NameMap:
-    """Parse the map that a name, a file or a text with a line end stands for.
+def load_map(asked: str) -> NameMap:
+    """Parse the name map that a name, a file or a text with a line end gives.
 
     Raises:
-        UsageError: there is none, or its text is wrong.
+        UsageError: there is no such map, or its text is wrong.
     """
     return parse_name_map(
         read_shipped_or_own_map(asked), "given" if "\n" in asked else os.path.basename(asked), _read_include
@@ -76,14 +76,14 @@ def load(asked: str) -> NameMap:
 
 
 def _read_include(name: str) -> str:
-    """Read the text that a line `include NAME` of a map stands for; never that of a file, which a worker on another
-    machine would not have.
+    """Return the text of the map that a line `include NAME` names. Only maps that come with ckpttool can be included: a
+    worker on another machine would not have a file.
 
     Raises:
         UsageError: no such map comes with ckpttool.
     """
-    if name not in _all_names():
+    if name not in _list_all_names():
         raise UsageError(
-            f"include {name}: no such map comes with ckpttool. Maps: {', '.join(names())}.", code="CKPT0213"
+            f"include {name}: no such map comes with ckpttool. Maps: {', '.join(list_map_names())}.", code="CKPT0213"
         )
     return read_shipped_or_own_map(name)

@@ -16,17 +16,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ...printable import count_noun, list_first
-from ..text import is_step
+from ..text import is_step_counter
 from ..trace.model import Trace
-from ..trace.sketches import decode_sketches, sketch_distance
-from ..trace.state_after import read_rates
+from ..trace.sketches import decode_sketches, estimate_sketch_distance
+from ..trace.state_after import decode_rates
 from .bounds import AFTER, SIGNALS, Bound
-from .differences import are_alike, group_pairs, option_differences, relative_deviation
+from .differences import are_equal_values, compute_relative_deviation, find_option_differences, pair_param_groups
 from .dynamics import StepComparison
 from .side_state_differences import is_recording
 from .verdict import Check
 
-__all__ = ["check_after", "measure_after"]
+__all__ = ["check_final_state", "measure_final_deviations"]
 
 #: What each of the checks `bounds.AFTER` compares.
 _WORDS = {"after.weights": "weight", "after.optimizer": "tensor of the optimizer", "after.buffers": "buffer"}
@@ -38,8 +38,8 @@ _EQUAL = 1e-12
 _SPACING = {"float64": 2**-52, "float32": 2**-23, "float16": 2**-10}
 
 
-def _obstacle(reference: Trace, got: Trace) -> str | None:
-    """Return a text that says why what the two sides held after the last step cannot be compared; None if it can."""
+def _find_final_state_obstacle(reference: Trace, got: Trace) -> str | None:
+    """Return why the states after the last step cannot be compared, as a text for the report; None if they can be."""
     if not got.after.get("sketches"):
         return "the run did not record what it held after the last step"
     step = got.after["step"]
@@ -50,9 +50,10 @@ def _obstacle(reference: Trace, got: Trace) -> str | None:
     return None
 
 
-def _share_dealing(reference: Trace, got: Trace) -> bool:
-    """Tell whether every rank is known to have had the same rows in the same order, in the same micro-batches."""
-    if not _share_mesh(reference, got):
+def _have_same_row_assignment(reference: Trace, got: Trace) -> bool:
+    """Tell whether every rank is known to have processed the same rows, in the same order and micro-batches, on both
+    sides."""
+    if not _have_same_mesh(reference, got):
         return False
     sizes = [(t.micro_batch, t.global_batch) for t in (reference, got)]
     if any(None not in pair and pair[0] != pair[1] for pair in zip(*sizes, strict=True)):
@@ -66,14 +67,15 @@ def _share_dealing(reference: Trace, got: Trace) -> bool:
     return got.world_size == 1 or got.micro_batch == (got.global_batch or 0) // (got.world_size or 1)
 
 
-def _share_mesh(reference: Trace, got: Trace) -> bool:
-    """Tell whether both sides had the same ranks; of a mesh that one did not record, their number."""
+def _have_same_mesh(reference: Trace, got: Trace) -> bool:
+    """Tell whether both sides had the same world size and mesh; only world sizes count if the reference has no mesh."""
     return reference.world_size == got.world_size and (not reference.mesh or reference.mesh == got.mesh)
 
 
-def _are_bit_equal(dynamics: StepComparison) -> bool:
-    """Tell whether both sides had the same ranks, and every number of every step of the run was bit-equal."""
-    if len(dynamics.pairs) != len(dynamics.got.steps) or not _share_mesh(dynamics.reference, dynamics.got):
+def _are_steps_bit_equal(dynamics: StepComparison) -> bool:
+    """Tell whether both sides had the same mesh, and every signal of `SIGNALS` was bit-equal in every step of the
+    run."""
+    if len(dynamics.pairs) != len(dynamics.got.steps) or not _have_same_mesh(dynamics.reference, dynamics.got):
         return False
     for signal in SIGNALS:
         found = [w for stage in ("step1", "steps") for w in dynamics.measure_deviations(stage, signal)]
@@ -82,17 +84,27 @@ def _are_bit_equal(dynamics: StepComparison) -> bool:
     return True
 
 
-def measure_after(dynamics: StepComparison, exact: bool = False) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """Measure how far tensors are apart after the last step: ({name of a check: {name of a tensor: deviation}}, buffers
-    that differ but depend on who had which rows).
+def measure_final_deviations(
+    dynamics: StepComparison, exact: bool = False
+) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """Measure how far tensors deviate from the reference after the last step.
 
-    Weights and moments of tensors whose gradient is rounding noise are left out. Unless `exact`, the rounding of
-    weights to their dtype in each step is no deviation.
+    Weights and moments of tensors whose gradient is rounding noise are left out.
+
+    Args:
+        dynamics: the two traces, step by step.
+        exact: count every difference; if False, the rounding of weights to their dtype in each step is no deviation.
+
+    Returns:
+        ({name of a check, a key of `AFTER`: {canonical name: deviation}}, names of buffers that differ but are not
+        judged, since they depend on which rank had which rows). Weights deviate relative to the sum of their updates,
+        other tensors relative to their norm in the reference. The inner dicts are empty if the states cannot be
+        compared.
     """
     reference, got = dynamics.reference, dynamics.got
     out: dict[str, dict[str, float]] = {n: {} for n in AFTER}
     loose: list[str] = []
-    if _obstacle(reference, got) or dynamics.numbers_obstacle("step1"):
+    if _find_final_state_obstacle(reference, got) or dynamics.numbers_obstacle("step1"):
         return out, loose
     noise, updates = dynamics.noise_tensors(), [a.updates or b.updates for a, b in dynamics.pairs]
     tied = [*reference.tied, *got.tied]
@@ -101,79 +113,87 @@ def measure_after(dynamics: StepComparison, exact: bool = False) -> tuple[dict[s
     for n, (dtype, text) in ours["sketches"].items():
         a, b = (decode_sketches(t, 1, "f8") for t in (theirs["sketches"].get(n, ("", ""))[1], text))
         fqn = n.removeprefix("model.").removeprefix("optim.state.")
-        if a is None or b is None or is_step(n) or any(fqn == m or fqn.startswith(f"{m}.") for m in noise):
+        if a is None or b is None or is_step_counter(n) or any(fqn == m or fqn.startswith(f"{m}.") for m in noise):
             continue
-        size, apart = sketch_distance(a, 0 * a), sketch_distance(a, b)
-        same = _are_same_bits(n, dynamics)
+        size, apart = estimate_sketch_distance(a, 0 * a), estimate_sketch_distance(a, b)
+        same = _has_equal_final_bits(n, dynamics)
         apart = 0.0 if same or apart <= _EQUAL * size else apart
         if exact and same is False and n not in buffers:  # a sketch may hide the last bits
             apart = max(apart, math.ulp(size))
         if n in buffers:
-            if apart and not _is_judged_buffer(n, dynamics):
+            if apart and not _must_buffer_be_equal(n, dynamics):
                 loose.append(n)
             else:
-                out["after.buffers"][n] = _ratio(apart, size)
+                out["after.buffers"][n] = _divide_by_size(apart, size)
         elif n.startswith("optim."):
-            out["after.optimizer"][n] = _ratio(apart, size)
+            out["after.optimizer"][n] = _divide_by_size(apart, size)
         elif all(updates):
             names = next((group for group in tied if fqn in group), [fqn])
             moved = sum(max(of.get(name, 0.0) for name in names) for of in updates)
             rounded = moved and not exact
             rounding = _SPACING.get(dtype, 2**-7) * size * math.sqrt(len(updates)) if rounded else 0.0
-            out["after.weights"][n] = _ratio(max(0.0, apart - rounding), moved)
+            out["after.weights"][n] = _divide_by_size(max(0.0, apart - rounding), moved)
     return out, loose
 
 
-def _are_same_bits(name: str, dynamics: StepComparison) -> bool | None:
-    """Tell whether a tensor has the same bits on both sides after the last step, by its fingerprints; None where one
-    side has none, as a recording, or ranks hold other copies."""
+def _has_equal_final_bits(name: str, dynamics: StepComparison) -> bool | None:
+    """Tell whether a tensor has the same bits on both sides after the last step, by its fingerprints.
+
+    None if a side has no fingerprint of it (a recording has none), or if its copies differ between ranks.
+    """
     sides = (dynamics.reference, dynamics.got)
     if any(name not in t.final or name in t.variants for t in sides):
         return None
     return sides[0].final[name] == sides[1].final[name]
 
 
-def _ratio(apart: float, size: float) -> float:
-    """Return `apart` relative to `size`: 0 where it is 0, NaN where it is NaN, infinite where only `size` is 0."""
+def _divide_by_size(apart: float, size: float) -> float:
+    """Return `apart` / `size`: 0 if `apart` is 0, infinite if only `size` is 0, NaN if one of them is NaN."""
     return 0.0 if apart == 0 else apart / size if size else math.inf
 
 
-def _is_judged_buffer(name: str, dynamics: StepComparison) -> bool:
-    """Tell whether a buffer that differs after the last step ought to be equal.
+def _must_buffer_be_equal(name: str, dynamics: StepComparison) -> bool:
+    """Tell whether a buffer that differs after the last step should have been equal on both sides.
 
-    One of floating numbers that all of several ranks hold alike, though each had rows of its own, does not depend on
-    who had which. A counter that the job leaves as it is may be the training loop's.
+    This holds if every rank processed the same rows on both sides; for a buffer whose copies differ between ranks only
+    if it was also equal after loading. Otherwise it holds only for a floating-point buffer that several ranks hold
+    alike: it cannot depend on which rank had which rows. An integer that the job leaves unchanged after loading is not
+    judged, since the training loop may count it.
     """
     theirs, ours = dynamics.reference.after, dynamics.got.after
     floating = "float" in ours["sketches"][name][0]
     if name in {*theirs["apart"], *ours["apart"]}:
         # a recorded job went on with a copy for each rank, and a checkpoint has one of them
         held = [t.state.get(name) for t in (dynamics.reference, dynamics.got)]
-        return held[0] == held[1] and _share_dealing(dynamics.reference, dynamics.got)
+        return held[0] == held[1] and _have_same_row_assignment(dynamics.reference, dynamics.got)
     idle = ours.get("loaded", {}).get(name) == ours["sketches"][name][1]
     if idle and not floating:
         return False
-    if _share_dealing(dynamics.reference, dynamics.got):
+    if _have_same_row_assignment(dynamics.reference, dynamics.got):
         return True
     return floating and max(dynamics.reference.world_size or 1, dynamics.got.world_size or 1) > 1
 
 
-def check_after(dynamics: StepComparison, limits: Mapping[str, Bound]) -> list[Check]:
-    """Check what the job holds after the last step: weights, moments, buffers, counters, options, later rates.
+def check_final_state(dynamics: StepComparison, limits: Mapping[str, Bound]) -> list[Check]:
+    """Check the state after the last step: weights, moments, buffers, step counters, param groups, later learning
+    rates.
 
     Args:
         dynamics: the two traces, step by step.
-        limits: the bounds of `AFTER`.
+        limits: {name of a check: Bound}, for the names in `AFTER`.
+
+    Returns:
+        One check for each name in `AFTER`, "after.counters", "after.groups" and "after.schedule".
     """
     reference, got = dynamics.reference, dynamics.got
     names = (*AFTER, "after.counters", "after.groups")
-    why = _obstacle(reference, got) or dynamics.numbers_obstacle("step1")
+    why = _find_final_state_obstacle(reference, got) or dynamics.numbers_obstacle("step1")
     if why is not None:
         out = [Check.unknown(n, why) for n in names]
     else:
-        exact, steps = _are_bit_equal(dynamics), len(dynamics.pairs)
-        every, loose = measure_after(dynamics, exact)
-        out = [_check_floating(n, every[n], limits[n], dynamics, exact) for n in AFTER]
+        exact, steps = _are_steps_bit_equal(dynamics), len(dynamics.pairs)
+        every, loose = measure_final_deviations(dynamics, exact)
+        out = [_check_tensor_deviations(n, every[n], limits[n], dynamics, exact) for n in AFTER]
         if got.environment.get("as_stored") or got.environment.get("not_rounded"):
             why = "tensors of another dtype in the files, as the profile allows, stay rounded"
             out = [Check.unknown(n, why) for n in AFTER]
@@ -183,14 +203,25 @@ def check_after(dynamics: StepComparison, limits: Mapping[str, Bound]) -> list[C
                 f"ranks had other rows or only the training loop changes them: {list_first(loose)}"
             )
             out = [*(c for c in out if c.name != "after.buffers"), Check.unknown("after.buffers", text)]
-        out += [_check_counters(reference, got), _check_groups(reference, got, limits["after.optimizer"], steps)]
+        out += [
+            _check_step_counters(reference, got),
+            _check_group_options(reference, got, limits["after.optimizer"], steps),
+        ]
     return [*out, _check_schedule(reference, got)]
 
 
-def _check_floating(
+def _check_tensor_deviations(
     name: str, found: Mapping[str, float], bound: Bound, dynamics: StepComparison, exact: bool
 ) -> Check:
-    """Check deviations {name of a tensor: deviation} after the last step; with `exact` they must be 0."""
+    """Check the deviations of tensors after the last step.
+
+    Args:
+        name: of the check, a key of `AFTER`.
+        found: {canonical name: deviation} for that check.
+        bound: the bound of the deviations.
+        dynamics: the two traces, step by step.
+        exact: require deviations of 0 instead of the bound.
+    """
     if why := None if exact else bound.obstacle():
         return Check.unknown(name, why)
     if not found and name == "after.weights":
@@ -201,7 +232,7 @@ def _check_floating(
     most = 0.0 if exact else bound.at(0.0, len(dynamics.pairs))
     what = count_noun(len(found), _WORDS[name]).replace("tensor of the optimizers", "tensors of the optimizer")
     if found[worst] == 0:
-        how = "bit-equal" if all(_are_same_bits(n, dynamics) for n in found) else "equal, by sketches,"
+        how = "bit-equal" if all(_has_equal_final_bits(n, dynamics) for n in found) else "equal, by sketches,"
         return Check.of(name, True, f"{what}: {how} after the last step", 0, most, "exact" if exact else bound.source)
     of = "how far the steps moved it" if name == "after.weights" else "its norm"
     text = f"{worst} deviates by {found[worst]:.2g} of {of} after the last step"
@@ -213,32 +244,32 @@ def _check_floating(
     return Check.of(name, found[worst] <= most, text, found[worst], most, source, worst)
 
 
-def _check_counters(reference: Trace, got: Trace) -> Check:
-    """Check the numbers of steps that the optimizer has counted after the last step."""
+def _check_step_counters(reference: Trace, got: Trace) -> Check:
+    """Check that the optimizer's step counters are equal on both sides after the last step."""
     name, theirs, ours = "after.counters", reference.after["scalars"], got.after["scalars"]
-    known = [n for n in theirs if n in ours and is_step(n)]
+    known = [n for n in theirs if n in ours and is_step_counter(n)]
     wrong = [f"{n} is {ours[n]:g} and was {theirs[n]:g}" for n in known if ours[n] != theirs[n]]
     good = f"the same {count_noun(len(known), 'step count')} of the optimizer after the last step"
     return Check.exact(name, wrong, good, "step counts of the optimizer differ after the last step")
 
 
-def _check_groups(reference: Trace, got: Trace, bound: Bound, steps: int) -> Check:
-    """Check the options of param groups after the last step that were equal before the first one. Rates are left out,
-    which are those of a step to come.
+def _check_group_options(reference: Trace, got: Trace, bound: Bound, steps: int) -> Check:
+    """Check that options of param groups that were equal after loading are equal after the last step.
 
-    Numbers that an optimizer computes from gradients may deviate as its tensors do.
+    Learning rates are left out, since those in the groups are for a step that was not run. Floating-point options may
+    deviate by `bound`, since an optimizer may compute them from gradients. `steps` is the number of common steps.
     """
     name = "after.groups"
     sides = [replace(t, groups=t.after["groups"]) for t in (reference, got)]
     if not all(t.groups for t in sides):
         return Check.unknown(name, "one side has no param groups after the last step")
-    before, _, _ = option_differences(reference, got)
+    before, _, _ = find_option_differences(reference, got)
     most = bound.at(0.0, steps)
-    found, _, _ = option_differences(*sides)
+    found, _, _ = find_option_differences(*sides)
     problems = []
     for key, where in found.items():
         for fqn, (a, b) in where.items():
-            computed = isinstance(a, float) and isinstance(b, float) and relative_deviation(b, a) <= most
+            computed = isinstance(a, float) and isinstance(b, float) and compute_relative_deviation(b, a) <= most
             if key == "lr" or fqn in before.get(key, ()) or computed:
                 continue
             problems.append(f"{key} is {b!r} and was {a!r} for {fqn}")
@@ -248,7 +279,7 @@ def _check_groups(reference: Trace, got: Trace, bound: Bound, steps: int) -> Che
 
 
 def _check_schedule(reference: Trace, got: Trace) -> Check:
-    """Check the learning rates of the steps after the last one."""
+    """Check that the schedulers give the same learning rates for the steps after the last one."""
     name = "after.schedule"
     if reference.scheduler is None and got.scheduler is None and "scheduler" not in reference.unrecorded:
         return Check.of(name, True, "no scheduler on either side", 0, 0, "exact")
@@ -257,7 +288,7 @@ def _check_schedule(reference: Trace, got: Trace) -> Check:
             why = trace.schedule.get("skipped") or trace.unrecorded.get("schedule")
             why = why or f"{who} has no scheduler that was stepped ahead"
             return Check.unknown(name, f"rates of later steps: {why}")
-    theirs, ours = (read_rates(t.schedule) for t in (reference, got))
+    theirs, ours = (decode_rates(t.schedule) for t in (reference, got))
     begin = max(reference.schedule["first"], got.schedule["first"])
     rates = [
         [column[begin - t.schedule["first"] :] for column in columns]
@@ -266,15 +297,15 @@ def _check_schedule(reference: Trace, got: Trace) -> Check:
     lengths = [min(map(len, side), default=0) for side in rates]
     if not min(lengths):
         return Check.unknown(name, f"no rates of steps after {begin - 1} are known on both sides")
-    pairs = group_pairs(reference, got, len(rates[0]), len(rates[1]))
+    pairs = pair_param_groups(reference, got, len(rates[0]), len(rates[1]))
     if not pairs:
         return Check.unknown(name, "rates of later steps: the param groups of the two sides cannot be matched")
     for k in range(min(lengths)):
         for label, i, j in pairs:
             a, b = rates[0][i][k], rates[1][j][k]
-            if not are_alike(a, b):
+            if not are_equal_values(a, b):
                 text = f"the learning rate will be {b!r} and was to be {a!r}, from step {begin + k} on, {label}"
-                number = relative_deviation(b, a)
+                number = compute_relative_deviation(b, a)
                 return Check.of(name, False, text, number, 0, "exact", f"step {begin + k}, {label}")
     stops = [t.schedule.get("stopped") for t in (reference, got)]
     if lengths[0] != lengths[1] and any(stop and lengths[k] < lengths[1 - k] for k, stop in enumerate(stops)):

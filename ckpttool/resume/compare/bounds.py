@@ -40,9 +40,9 @@ __all__ = [
     "Bound",
     "choose_bounds",
     "choose_column",
-    "compute_precision",
+    "find_compute_precision",
     "has_16bit_parameters",
-    "same_micro_batch_shape",
+    "have_same_micro_batch_shape",
 ]
 
 #: The signals, as in names of checks, in the order in which they are judged.
@@ -224,8 +224,12 @@ class Bound(NamedTuple):
     chaotic: bool = False
 
     def at(self, reference: float, step: int = 1) -> float:
-        """Return the largest relative deviation from the value `reference` that passes in the `step`-th step after
-        loading (the first is 1)."""
+        """Return the largest relative deviation that passes; from the tenth step on it grows in proportion to the step.
+
+        Args:
+            reference: the reference's value; if it is 0, `absolute` does not count.
+            step: number of the step after loading; the first is 1.
+        """
         grown = max(1.0, step / 10)
         return (self.relative + (self.absolute / abs(reference) if reference else 0.0)) * grown
 
@@ -240,11 +244,11 @@ class Bound(NamedTuple):
         )
 
 
-def compute_precision(reference: Trace | None, got: Trace) -> str:
-    """Return the precision of the computation, "fp32" or "bf16", which is also that of 16-bit parameters.
+def find_compute_precision(reference: Trace | None, got: Trace) -> str:
+    """Return the precision that the runs compute in, "fp32" or "bf16"; "bf16" if the weights have 16 bits.
 
-    A side that did not record its dtype is taken to be like the other; if both did not, bf16. fp16 is more precise than
-    bf16 and uses its bounds. `reference` is None if there is none.
+    It is "fp32" if every recorded dtype is; "bf16" if no dtype was recorded. fp16 is more precise than bf16 and uses
+    its bounds. `reference` is None if there is none.
     """
     words = [t.dtype for t in (got, reference) if t is not None and t.dtype]
     if has_16bit_parameters(got):
@@ -258,14 +262,15 @@ def has_16bit_parameters(trace: Trace) -> bool:
     return any(d in ("bfloat16", "float16") for n, (d, _, _) in trace.state.items() if n.startswith("model."))
 
 
-def same_micro_batch_shape(reference: Trace, got: Trace) -> bool:
+def have_same_micro_batch_shape(reference: Trace, got: Trace) -> bool:
     """Tell whether every forward pass is known to have had the same shape on both sides, and gradients the same
     rounding.
 
-    resume-verify divides the loss of a micro-batch by the tokens of the global batch before the backward pass; a
-    training loop with a `Recorder` divides it by those of the micro-batch, and the rest afterwards. In bfloat16 the
-    digits of the gradients are the same only if the ratio of the two, the number of micro-batches of a step, is a power
-    of two (three micro-batches: the grad norm was off by 1.2e-4, measured).
+    False on CUDA without deterministic kernels. resume-verify divides the loss of a micro-batch by the tokens of the
+    global batch before the backward pass; a training loop with a `Recorder` divides it by the tokens of the
+    micro-batch, and by the number of micro-batches afterwards. In bfloat16 the two give the same digits of the
+    gradients only if the number of micro-batches of a step is a power of two (with three micro-batches the grad norm
+    was off by 1.2e-4, measured).
     """
     if None in (got.micro_batch, got.sequence) or got.sequence != reference.sequence:
         return False
@@ -290,28 +295,32 @@ def choose_column(profile: str, reference: Trace, got: Trace) -> str:
         raise UsageError(f"{argument('profile', profile)}: choose one of {', '.join(PROFILES)}.", code="CKPT0203")
     if profile == "relaxed":
         return "relaxed"
-    kind = compute_precision(reference, got)
+    kind = find_compute_precision(reference, got)
     if has_16bit_parameters(got):
         kind = "bf16 parameters"
     if profile == "standard":
         return f"{kind}, other kernels"
-    return kind if kind == "fp32" or not same_micro_batch_shape(reference, got) else "bf16, micro-batch held"
+    return kind if kind == "fp32" or not have_same_micro_batch_shape(reference, got) else "bf16, micro-batch held"
 
 
 def choose_bounds(
     profile: str, reference: Trace, got: Trace, noise: Mapping[str, float] | None = None
 ) -> dict[str, Bound]:
-    """Choose the bounds for two runs, {name of a check: Bound} for "probe.logits", "step1.<signal>" and
-    "steps.<signal>".
+    """Choose the bounds for two runs.
 
-    A recorded job is another program, whose gradients are rounded otherwise in the first step already: there, bounds
-    are ten times the noise, and those of the first step's updates come from the later ones too.
+    If the reference is a recording, another program computed it, which rounds gradients differently from the first step
+    on: a bound is then ten times the noise, and the bounds of the first step's updates also follow from the noise of
+    later steps.
 
     Args:
         profile: a key of `PROFILES`.
-        noise: {name of a check: deviation between two runs of the same job}. It widens a bound to five times what was
-            found, and never narrows one; a bound beyond `CHAOTIC` because of that is marked. None if it was not
+        reference, got: the traces of the two runs.
+        noise: {name of a check: deviation between two runs of the same job}. It widens a bound to five times that
+            deviation, and never narrows one; a bound that exceeds `CHAOTIC` as a result is marked. None if it was not
             measured.
+
+    Returns:
+        {name of a check: Bound}, for "probe.logits", "step1.<signal>", "steps.<signal>" and the names in `AFTER`.
 
     Raises:
         UsageError: there is no such profile.

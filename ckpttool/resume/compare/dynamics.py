@@ -24,17 +24,17 @@ from ..trace.model import Step, Trace
 from . import bounds as table
 from .bounds import SIGNALS, Bound
 from .differences import (
-    common_steps,
-    differing_inputs,
-    job_obstacle,
-    rates_by_group,
-    relative_deviation,
-    tensor_deviations,
+    compute_relative_deviation,
+    find_job_obstacle,
+    list_differing_inputs,
+    measure_tensor_deviations,
+    pair_common_steps,
+    pair_learning_rates,
 )
 from .side_state_differences import is_recording
 from .verdict import Check
 
-__all__ = ["StepComparison", "count_common_rows", "count_marks"]
+__all__ = ["StepComparison", "count_common_rows", "count_row_marks"]
 
 #: Signals in messages, and what to pass to a Recorder so that it records them.
 _WORDS = {
@@ -80,13 +80,13 @@ class _Worst:
     left_out: int = 0
 
 
-def _data_obstacle(reference: Trace, got: Trace) -> str | None:
-    """Return a text that says why the batches are not expected to be the same; None if they are.
+def _find_data_obstacle(reference: Trace, got: Trace) -> str | None:
+    """Return why the batches of the two runs are expected to differ, as a text; None if they are not.
 
-    If the first batches are equal, file names do not matter.
+    If the first common batches are equal, names of data files do not matter.
     """
-    both = common_steps(reference, got)
-    if both and differing_inputs(*both[0]) == []:
+    both = pair_common_steps(reference, got)
+    if both and list_differing_inputs(*both[0]) == []:
         return None
     if None not in (reference.data, got.data) and reference.data != got.data:
         return f"the data is {got.data}, the reference used {reference.data}"
@@ -99,8 +99,8 @@ def _data_obstacle(reference: Trace, got: Trace) -> str | None:
     return None
 
 
-def _randomness_obstacle(reference: Trace, got: Trace) -> str | None:
-    """Return a text that says why the random numbers of the two runs differ; None if they do not."""
+def _find_randomness_obstacle(reference: Trace, got: Trace) -> str | None:
+    """Return why the forward passes of the two runs draw different random numbers, as a text; None if they do not."""
     dropout, drawn = reference.dropout or got.dropout, got.environment.get("random")
     if not dropout and not drawn:
         return None
@@ -123,7 +123,8 @@ def _randomness_obstacle(reference: Trace, got: Trace) -> str | None:
 
 @dataclass
 class StepComparison:
-    """Two traces, step by step. `limits` are `bounds` of the profile; `floor` is the one of `tensor_deviations`."""
+    """Two traces, step by step. `limits` are `bounds` of the profile; `floor` is the one of
+    `measure_tensor_deviations`."""
 
     reference: Trace
     got: Trace
@@ -136,25 +137,27 @@ class StepComparison:
         Raises:
             UsageError: there is no such profile.
         """
-        self.pairs = common_steps(self.reference, self.got)
+        self.pairs = pair_common_steps(self.reference, self.got)
         column = table.choose_column(self.profile, self.reference, self.got)
         tight = column.startswith("fp32") or column.endswith("held")
         rounded = table.has_16bit_parameters(self.got) or self.profile == "relaxed"
-        loose = "bf16 parameters" if rounded else table.compute_precision(self.reference, self.got)
+        loose = "bf16 parameters" if rounded else table.find_compute_precision(self.reference, self.got)
         self.floor = table.NOISE_FLOOR["fp32" if tight else loose]
 
-    def _steps_of_stage(self, stage: str) -> list[tuple[int, Step, Step]]:
-        """Return the common steps of a stage, "step1" or "steps": [(number of the step after loading, from 1; expected;
-        found)]."""
+    def _list_stage_steps(self, stage: str) -> list[tuple[int, Step, Step]]:
+        """Return [(number of the step after loading, from 1; expected step; found step)] for the common steps of a
+        stage.
+
+        `stage` is "step1" or "steps".
+        """
         if not self.got.steps:
             return []
         first = self.got.steps[0].step
         part = [(b.step - first + 1, a, b) for a, b in self.pairs]
         return [p for p in part if (p[0] == 1) == (stage == "step1")]
 
-    def _no_common_step(self, stage: str) -> str | None:
-        """Return a text that says why run and reference have no step of a stage ("step1" or "steps") in common; None if
-        they have one."""
+    def _explain_no_common_step(self, stage: str) -> str | None:
+        """Return why run and reference share no step of a stage ("step1" or "steps"), as a text; None if they do."""
         if self.got.failed is not None:
             return "the checkpoint could not be loaded"
         if self.reference.failed is not None:
@@ -169,7 +172,7 @@ class StepComparison:
                 f"no step is on both sides: the reference has steps {a[0].step} to {a[-1].step}, this run "
                 f"{b[0].step} to {b[-1].step}"
             )
-        if not self._steps_of_stage(stage):
+        if not self._list_stage_steps(stage):
             if stage == "step1":
                 return f"the reference does not have step {self.got.steps[0].step}"
             return "only one step is on both sides" if len(self.pairs) == 1 else "no later step is on both sides"
@@ -178,12 +181,12 @@ class StepComparison:
     def numbers_obstacle(self, stage: str) -> str | None:
         """Return a text that says why the numbers of a stage ("step1" or "steps") cannot be compared; None if they
         can."""
-        if why := self._no_common_step(stage) or job_obstacle(self.reference, self.got):
+        if why := self._explain_no_common_step(stage) or find_job_obstacle(self.reference, self.got):
             return why
         a, b = self.reference, self.got
         if None not in (a.global_batch, b.global_batch) and a.global_batch != b.global_batch:
             return f"the global batch is {b.global_batch}, that of the reference {a.global_batch}"
-        return _data_obstacle(a, b) or _randomness_obstacle(a, b)
+        return _find_data_obstacle(a, b) or _find_randomness_obstacle(a, b)
 
     def noise_tensors(self) -> set[str]:
         """Return the FQNs of tensors whose gradient was rounding noise on both sides in a step that both have."""
@@ -195,22 +198,25 @@ class StepComparison:
         return out
 
     def measure_deviations(self, stage: str, signal: str) -> list[_Worst]:
-        """Measure the deviations of a signal in every step of a stage in which both sides have it; [] if steps cannot
-        be compared.
+        """Measure the deviation of a signal in every step of a stage in which both sides have the signal.
 
         Args:
             stage: "step1" or "steps".
             signal: one of `bounds.SIGNALS`.
+
+        Returns:
+            One item for each step; for a signal of single tensors that of the tensor that deviates most. [] if the
+            steps cannot be compared.
         """
         if self.numbers_obstacle(stage):
             return []
         out = []
-        for order, expected, got in self._steps_of_stage(stage):
+        for order, expected, got in self._list_stage_steps(stage):
             if signal in _OF_TENSORS:
                 updates, direction = "update" in signal, "direction" in signal
                 if not (expected.updates and got.updates if updates else expected.grads and got.grads):
                     continue
-                every, left_out = tensor_deviations(
+                every, left_out = measure_tensor_deviations(
                     self.reference, self.got, expected, got, updates, self.floor, direction
                 )
                 if every:
@@ -219,7 +225,7 @@ class StepComparison:
             else:
                 x, y = getattr(expected, signal), getattr(got, signal)
                 if x is not None and y is not None:
-                    out.append(_Worst(got.step, order, relative_deviation(y, x), x, y))
+                    out.append(_Worst(got.step, order, compute_relative_deviation(y, x), x, y))
         return out
 
     def checks(self) -> list[Check]:
@@ -240,7 +246,7 @@ class StepComparison:
         out: dict[str, list[float]] = {}
         for signal in ("loss", "grad_norm", "update_norm"):
             out[signal] = []
-            if not self.pairs or self.numbers_obstacle("step1" if self._steps_of_stage("step1") else "steps"):
+            if not self.pairs or self.numbers_obstacle("step1" if self._list_stage_steps("step1") else "steps"):
                 continue
             first = self.got.steps[0].step
             for a, b in self.pairs:
@@ -251,14 +257,15 @@ class StepComparison:
         return out
 
     def _check_signal(self, stage: str, signal: str) -> Check:
-        """Check one signal ("loss") in one stage ("step1" or "steps"): the step counts that uses most of its bound."""
+        """Check one signal (such as "loss") in one stage ("step1" or "steps"), by the step that uses most of its
+        bound."""
         name = f"{stage}.{signal}"
         bound = self.limits[name]
         if why := self.numbers_obstacle(stage):
             return Check.unknown(name, why)
         every = self.measure_deviations(stage, signal)
         if not every:
-            return Check.unknown(name, self._explain_lacking(stage, signal))
+            return Check.unknown(name, self._explain_missing_signal(stage, signal))
         if why := bound.obstacle():
             return Check.unknown(name, why)
 
@@ -281,10 +288,10 @@ class StepComparison:
         shown = None if worst.deviation == 0 else where
         return Check.of(name, worst.deviation <= most, what, worst.deviation, most, bound.source, shown)
 
-    def _explain_lacking(self, stage: str, signal: str) -> str:
-        """Return a text that says which side lacks a signal in a stage, and how to record it."""
+    def _explain_missing_signal(self, stage: str, signal: str) -> str:
+        """Return a text about which side did not record a signal in a stage, and how to record it."""
         attribute = _OF_TENSORS.get(signal, signal)
-        steps = [a for _, a, _ in self._steps_of_stage(stage)]
+        steps = [a for _, a, _ in self._list_stage_steps(stage)]
         bare = [a for a in steps if getattr(a, attribute) in (None, {}, [], "")]
         if signal == "batch":
             bare = [a for a in steps if a.batch is None and not a.inputs]
@@ -297,15 +304,15 @@ class StepComparison:
     def _check_batches(self, stage: str) -> Check:
         """Check that both sides had the same batches in a stage ("step1" or "steps")."""
         name = f"{stage}.batch"
-        if why := self._no_common_step(stage) or _data_obstacle(self.reference, self.got):
+        if why := self._explain_no_common_step(stage) or _find_data_obstacle(self.reference, self.got):
             return Check.unknown(name, why)
-        pairs = [(a, b, differing_inputs(a, b)) for _, a, b in self._steps_of_stage(stage)]
+        pairs = [(a, b, list_differing_inputs(a, b)) for _, a, b in self._list_stage_steps(stage)]
         known = [(a, b, keys) for a, b, keys in pairs if keys is not None]
         if not known:
             sides = [[s.batch is None and not s.inputs for s in two] for *two, _ in pairs]
             if not any(map(any, sides)):
                 return Check.unknown(name, "the samples of the two sides have no key in common")
-            return Check.unknown(name, self._explain_lacking(stage, "batch"))
+            return Check.unknown(name, self._explain_missing_signal(stage, "batch"))
         wrong = [x for x in known if x[2]]
         if not wrong:
             return Check.of(name, True, f"the same batch in {count_noun(len(known), 'step')}", 0, 0, "exact")
@@ -322,15 +329,15 @@ class StepComparison:
     def _check_rates(self, stage: str) -> Check:
         """Check that both sides had the same learning rates in a stage ("step1" or "steps")."""
         name = f"{stage}.learning_rates"
-        if why := self._no_common_step(stage):
+        if why := self._explain_no_common_step(stage):
             return Check.unknown(name, why)
-        known = [(a, b) for _, a, b in self._steps_of_stage(stage) if a.learning_rates and b.learning_rates]
+        known = [(a, b) for _, a, b in self._list_stage_steps(stage) if a.learning_rates and b.learning_rates]
         if not known:
-            return Check.unknown(name, self._explain_lacking(stage, "learning_rates"))
+            return Check.unknown(name, self._explain_missing_signal(stage, "learning_rates"))
         worst, where, text = 0.0, None, f"the same learning rates in {count_noun(len(known), 'step')}"
         for a, b in known:
-            for label, x, y in rates_by_group(self.reference, self.got, a, b):
-                d = relative_deviation(y, x)
+            for label, x, y in pair_learning_rates(self.reference, self.got, a, b):
+                d = compute_relative_deviation(y, x)
                 if not d <= worst:
                     worst, where = d, f"step {b.step}, {label}"
                     text = f"the learning rate is {y!r} and was {x!r} in step {b.step}, {label}"
@@ -339,15 +346,18 @@ class StepComparison:
         return Check.of(name, worst == 0, text, worst, 0, "exact", where)
 
 
-def count_marks(step: Step) -> Counter[str]:
-    """Count the marks (8 characters that stand for a row of tokens) of a step, over all ranks: {mark: how often}."""
+def count_row_marks(step: Step) -> Counter[str]:
+    """Return {mark: how often it occurs} over all ranks of a step; a mark is 8 characters that identify a row of
+    tokens."""
     return Counter(chain.from_iterable(split_marks(step.rows)))
 
 
 def count_common_rows(expected: Step, got: Step) -> tuple[int, int] | None:
-    """Count the rows of a step: (those that the reference's step has, too; all of `got`); None if rows were not
-    recorded, or of token ids on one side alone."""
+    """Count the rows of the run's step: (those that the reference's step has too, all).
+
+    None if a side did not record rows, or if only one side has rows of token ids.
+    """
     if not expected.rows or not got.rows or (expected.batch is None) != (got.batch is None):
         return None
-    ours = count_marks(got)
-    return (count_marks(expected) & ours).total(), ours.total()
+    ours = count_row_marks(got)
+    return (count_row_marks(expected) & ours).total(), ours.total()

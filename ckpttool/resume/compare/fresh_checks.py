@@ -16,10 +16,10 @@ from ...index.names import step_count
 from ...printable import count_noun
 from ..trace.model import Trace
 from . import run_checks
-from .differences import are_alike, common_steps, optimizer_steps
+from .differences import are_equal_values, collect_optimizer_steps, pair_common_steps
 from .verdict import Check
 
-__all__ = ["at_other_ranks", "check_bit_equality", "check_fresh_run"]
+__all__ = ["check_bit_equality", "check_fresh_run", "label_checks_with_ranks"]
 
 #: Steps whose losses tell whether the loss falls.
 _LEAST_STEPS = 9
@@ -28,11 +28,15 @@ _ERRORS = 4.0
 
 
 def _find_first_difference(a: Trace, b: Trace) -> tuple[int, str] | None:
-    """Find the first number, or tensor after the last step, in which two runs of the same steps differ in any bit:
-    (step, what it is); None if they do not differ. Tensors of which ranks hold different copies are left out."""
-    for x, y in common_steps(a, b):
+    """Find the first step in which two runs of the same steps are not bit-equal: (step, name of the number that
+    differs).
+
+    After the steps, the fingerprints of the final state are compared, without tensors whose copies differ between
+    ranks. None if nothing differs.
+    """
+    for x, y in pair_common_steps(a, b):
         for what in ("loss", "grad_norm", "update_norm", "grads", "updates"):
-            if not are_alike(getattr(x, what), getattr(y, what)):
+            if not are_equal_values(getattr(x, what), getattr(y, what)):
                 return x.step, what.replace("_", " ")
     for name, mark in a.final.items():
         if name not in a.variants and b.final.get(name) != mark:
@@ -41,27 +45,28 @@ def _find_first_difference(a: Trace, b: Trace) -> tuple[int, str] | None:
 
 
 def check_fresh_run(run: Trace, repeat: Trace, got: Trace) -> list[Check]:
-    """Check the run without a pause, over all its steps, and what it saved.
+    """Check the uninterrupted run of a fresh job: its losses and gradients, its repetition, and the step in its save.
 
     Args:
-        run, repeat: the run without a pause, and the one that repeats it.
+        run: the uninterrupted run.
+        repeat: the run that repeats it.
         got: the run that resumed from the save at the same world size.
     """
     found = [
         run_checks.check_finite(run),
-        _check_fall(run),
-        run_checks.check_ranks(run),
+        _check_loss_falls(run),
+        run_checks.check_losses_of_ranks(run),
         run_checks.check_spike(None, run),
-        run_checks.check_dead(None, run),
+        run_checks.check_dead_gradients(None, run),
     ]
     named = [replace(c, stage="smoke test", name=f"fresh.{c.name.partition('.')[2]}") for c in found]
     return [*named, _check_repetition(run, repeat), _check_saved_step(got)]
 
 
-def _check_fall(run: Trace) -> Check:
-    """Check that the loss falls: its mean over the last third of the steps is below that over the first third.
+def _check_loss_falls(run: Trace) -> Check:
+    """Check that the mean loss over the last third of the steps is below that over the first third.
 
-    If it rises by no more than what the batches' own differences explain, that is not judged.
+    A rise within what single batches differ by, or a run with too few steps, is not judged.
     """
     name = "fresh.falls"
     losses = [s.loss for s in run.steps]
@@ -78,7 +83,11 @@ def _check_fall(run: Trace) -> Check:
 
 
 def _check_repetition(run: Trace, repeat: Trace) -> Check:
-    """Check whether the job computes the same numbers twice, up to the save and after it, which only one run makes."""
+    """Check whether the job computes the same numbers twice from its start.
+
+    A difference that begins only after the save, which only the first run makes, is a failure: the save changes the
+    training. A difference that begins earlier, or with non-deterministic kernels, is not judged.
+    """
     name = "fresh.repeat"
     differs = _find_first_difference(run, repeat)
     if differs is None:
@@ -99,13 +108,13 @@ def _check_repetition(run: Trace, repeat: Trace) -> Check:
 
 
 def _check_saved_step(got: Trace) -> Check:
-    """Check that the step of a resumed run can be told from what was saved."""
+    """Check that the saved checkpoint tells after which step it was saved, by a counter or by its optimizer state."""
     name = "fresh.saved_step"
     if got.failed is not None:
         return Check.unknown(name, "the checkpoint could not be loaded")
     found = step_count(got.values.get)
     if found is None:
-        counted = [int(x) for x in optimizer_steps(got).values() if math.isfinite(x)]
+        counted = [int(x) for x in collect_optimizer_steps(got).values() if math.isfinite(x)]
         found = max(counted, default=None)
     if found is None:
         text = (
@@ -119,12 +128,15 @@ def _check_saved_step(got: Trace) -> Check:
 
 
 def check_bit_equality(run: Trace, got: Trace, repeats: bool) -> Check:
-    """Check that a run that resumed at the same world size is bit-equal to the one without a pause.
+    """Check that a run that resumed at the same world size is bit-equal to the uninterrupted run.
 
-    `repeats` tells whether the job computes the same numbers twice.
+    Args:
+        run: the uninterrupted run.
+        got: the resumed run.
+        repeats: whether two uninterrupted runs of the job are bit-equal; if not, nothing is judged.
     """
     name = "fresh.bit_equal"
-    if not common_steps(run, got):
+    if not pair_common_steps(run, got):
         return Check.unknown(name, "the resumed run has no step")
     if not repeats:
         return Check.unknown(name, "two runs without a pause are not bit-equal either")
@@ -139,8 +151,9 @@ def check_bit_equality(run: Trace, got: Trace, repeats: bool) -> Check:
     return Check.of(name, False, text, source="exact", where=f"step {step}")
 
 
-def at_other_ranks(checks: Sequence[Check], got: Trace) -> list[Check]:
-    """Return the checks of the second resume under names and a stage of their own: "at3.step1.loss", "at 3 ranks"."""
+def label_checks_with_ranks(checks: Sequence[Check], got: Trace) -> list[Check]:
+    """Return copies of checks that name the world size of the run `got`, such as "at3.step1.loss" of stage "at 3
+    ranks"."""
     ranks = got.world_size
     return [
         replace(c, name=f"at{ranks}.{c.name}", stage=f"at {ranks} ranks" if ranks != 1 else "at 1 rank") for c in checks

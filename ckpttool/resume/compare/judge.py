@@ -22,11 +22,11 @@ from ..trace.model import Trace
 from . import after_checks, fresh_checks, run_checks, state_checks
 from . import bounds as table
 from .bounds import SIGNALS
-from .differences import in_stored_dtypes
+from .differences import with_stored_dtypes
 from .dynamics import StepComparison
 from .verdict import Check
 
-__all__ = ["MEASURING", "ORDER", "Judgement", "judge", "judge_runs", "measure_noise"]
+__all__ = ["MEASURING", "ORDER", "Judgement", "judge_runs", "judge_single_run", "measure_noise"]
 
 #: The names of all checks of a run by a reference.
 ORDER = (
@@ -96,11 +96,11 @@ class Judgement(NamedTuple):
 
     @property
     def unsure(self) -> bool:
-        """Tell whether nothing fails but numbers of later steps, what they leave, or the first update, and the noise
-        was not measured yet.
+        """Tell whether a measurement of the noise could still clear all failed checks.
 
-        They also fail in a correct job that amplifies every rounding: Muon orthogonalises its updates in bf16, and
-        Adagrad makes full-size updates of rounding noise.
+        That is so if the noise was not measured, and only numbers of later steps, the state after the last step, or
+        updates of the first step are out of bounds. These also fail in a correct job that amplifies every rounding:
+        Muon orthogonalises its updates in bf16, and Adagrad makes full-size updates of rounding noise.
         """
         failed = self.failed
         names = (_OTHER_RANKS.sub("", c.name) for c in failed if c.source in ("measured", "given"))
@@ -125,18 +125,18 @@ def judge_runs(traces: Mapping[str, Trace], recorded: Trace | None, profile: str
     if "noise" in traces:
         noise = measure_noise(got if recorded is not None else traces.get("reference", got), traces["noise"])
     if "repeat" in traces:
-        return _judge_fresh(traces, profile, noise)
-    return judge(reference, got, profile, noise)
+        return _judge_fresh_job(traces, profile, noise)
+    return judge_single_run(reference, got, profile, noise)
 
 
-def _judge_fresh(traces: Mapping[str, Trace], profile: str, noise: Mapping[str, float] | None) -> Judgement:
-    """Judge a fresh job: its first run, and the runs that resume from its save by that.
+def _judge_fresh_job(traces: Mapping[str, Trace], profile: str, noise: Mapping[str, float] | None) -> Judgement:
+    """Judge a fresh job: its uninterrupted run, and against that the runs that resume from its save.
 
     Args:
-        traces: those of the runs by label.
+        traces: {label: trace} of all runs.
         profile: a key of `bounds.PROFILES`.
-        noise: what `measure_noise` gave for other micro-batches; None if it was not measured. Where the job does not
-            compute the same numbers twice, that noise is added, of as many steps as are judged.
+        noise: what `measure_noise` returned for other micro-batches; None if it was not measured. If two uninterrupted
+            runs are not bit-equal, the larger of it and of their deviation counts for each check.
     """
     run, repeat, got = (traces[k] for k in ("reference", "repeat", "candidate"))
     own = fresh_checks.check_fresh_run(run, repeat, got)
@@ -145,34 +145,34 @@ def _judge_fresh(traces: Mapping[str, Trace], profile: str, noise: Mapping[str, 
         a, b = (replace(t, steps=t.steps[: len(got.steps)]) for t in (run, repeat))
         found = measure_noise(a, b)
         noise = {n: max(x.get(n, 0.0) for x in (found, noise or {})) for n in found.keys() | (noise or {}).keys()}
-    first = judge(run, got, profile, noise)
-    second = judge(run, traces["second"], profile, noise).checks if "second" in traces else []
+    first = judge_single_run(run, got, profile, noise)
+    second = judge_single_run(run, traces["second"], profile, noise).checks if "second" in traces else []
     every = [
         *own,
         fresh_checks.check_bit_equality(run, got, repeats),
         *first.checks,
-        *(fresh_checks.at_other_ranks(second, traces["second"]) if second else ()),
+        *(fresh_checks.label_checks_with_ranks(second, traces["second"]) if second else ()),
     ]
     # a round trip is what the whole run is
     checks = [c for c in every if not c.name.endswith("roundtrip.state")]
     return Judgement(checks, first.envelope, noise, first.random, second)
 
 
-def judge(
+def judge_single_run(
     reference: Trace | None, got: Trace, profile: str = "strict", noise: Mapping[str, float] | None = None
 ) -> Judgement:
-    """Judge a run.
+    """Make all checks of one run, and the bounds of its steps.
 
     Args:
-        reference: what the job should have done; with None, only what can be told from the run alone is judged.
+        reference: what the job should have done; None: only what needs no reference is checked.
         got: the run.
         profile: a key of `bounds.PROFILES`.
-        noise: what `measure_noise` gave for two runs of this job; widens bounds. None if it was not measured.
+        noise: what `measure_noise` returned for two runs of this job, which widens bounds. None if it was not measured.
 
     Raises:
         UsageError: there is no such profile.
     """
-    made = [state_checks.check_loaded(got, profile), state_checks.check_plausible(got, reference)]
+    made = [state_checks.check_loaded_state(got, profile), state_checks.check_plausible_state(got, reference)]
     made += [
         *state_checks.check_held_values(reference, got),
         *state_checks.check_reference_loaded(reference, profile),
@@ -180,25 +180,25 @@ def judge(
     envelope: dict[str, list[float]] = {}
     if reference is not None:
         if profile == "relaxed":
-            reference, got = in_stored_dtypes(reference, got)
+            reference, got = with_stored_dtypes(reference, got)
         limits = table.choose_bounds(profile, reference, got, noise)
         dynamics = StepComparison(reference, got, profile, limits)
         made += state_checks.check_state(reference, got, profile)
         made += state_checks.check_configuration(reference, got)
         made.append(run_checks.check_probe(reference, got, limits["probe.logits"]))
         made += dynamics.checks()
-        made += after_checks.check_after(dynamics, limits)
+        made += after_checks.check_final_state(dynamics, limits)
         envelope = dynamics.envelope()
-    elif (tied := state_checks.check_own_tying(got)) is not None:
+    elif (tied := state_checks.check_configured_tying(got)) is not None:
         made.append(tied)
     if (completed := run_checks.check_completed(got)) is not None:
         made.append(completed)
     made += [
         run_checks.check_probe_ranks(got),
-        run_checks.check_ranks(got),
+        run_checks.check_losses_of_ranks(got),
         run_checks.check_finite(got),
         run_checks.check_spike(reference, got),
-        run_checks.check_dead(reference, got),
+        run_checks.check_dead_gradients(reference, got),
         run_checks.check_round_trip(got),
     ]
     made.sort(key=lambda c: ORDER.index(c.name))
@@ -218,6 +218,6 @@ def measure_noise(a: Trace, b: Trace) -> dict[str, float]:
     for stage in ("step1", "steps"):
         for signal in SIGNALS:
             every[f"{stage}.{signal}"] = [w.deviation for w in dynamics.measure_deviations(stage, signal)]
-    after, _ = after_checks.measure_after(dynamics)
+    after, _ = after_checks.measure_final_deviations(dynamics)
     every |= {n: list(found.values()) for n, found in after.items()}
     return {n: max(math.inf if math.isnan(x) else x for x in found) for n, found in every.items() if found}

@@ -18,10 +18,10 @@ from statistics import median
 
 from ...errors import argument
 from ..trace.model import Trace
-from .bounds import compute_precision
+from .bounds import find_compute_precision
 from .verdict import Check
 
-__all__ = ["PEAKS", "check_gates", "compute_metrics", "peak_flops"]
+__all__ = ["PEAKS", "check_gates", "compute_metrics", "find_peak_flops"]
 
 #: (pattern of the name that CUDA gives a device, dense bf16 FLOP/s, where the number is published). First match counts.
 #: Numbers with sparsity are halved. Not listed: devices without bf16 (V100, T4), H20 (no data sheet was found), and
@@ -47,9 +47,9 @@ PEAKS: tuple[tuple[str, float, str], ...] = (
 )
 
 
-def peak_flops(device: str | None) -> float | None:
-    """Return the peak of a device in dense bf16, in FLOP/s, by its CUDA device name; None if it is not in the list, or
-    `device` is None."""
+def find_peak_flops(device: str | None) -> float | None:
+    """Return the dense bf16 peak of a GPU in FLOP/s, by its CUDA device name; None if `PEAKS` lacks it or `device`
+    is None."""
     for pattern, flops, _ in PEAKS:
         if device and re.search(pattern, device):
             return flops
@@ -69,12 +69,12 @@ def compute_metrics(trace: Trace, peak_tflops: float | None = None) -> dict[str,
     """
     out: dict[str, float] = {}
     seconds = [s.seconds for s in trace.steps[1:] if s.seconds is not None and s.seconds > 0]
-    tokens = _tokens_per_step(trace)
+    tokens = _count_tokens_per_step(trace)
     if seconds:
         out["step_seconds"] = median(seconds)
         if tokens:
             out["tokens_per_second"] = tokens / out["step_seconds"]
-        peak = peak_tflops * 1e12 if peak_tflops is not None else _peak_flops_of_run(trace)
+        peak = peak_tflops * 1e12 if peak_tflops is not None else _find_run_peak_flops(trace)
         if tokens and peak and trace.parameters and trace.world_size:
             out["mfu"] = 6 * trace.parameters * tokens / (out["step_seconds"] * trace.world_size * peak)
     if trace.load_seconds is not None:
@@ -95,26 +95,27 @@ def compute_metrics(trace: Trace, peak_tflops: float | None = None) -> dict[str,
     return out
 
 
-def _tokens_per_step(trace: Trace) -> float | None:
-    """Return the tokens of one step, over all ranks; None if they are not known."""
+def _count_tokens_per_step(trace: Trace) -> float | None:
+    """Return the tokens of one step over all ranks; None if unknown. It is the median if only single steps are
+    known."""
     if trace.global_batch and trace.sequence:
         return float(trace.global_batch * trace.sequence)
     known = [s.tokens for s in trace.steps if s.tokens]
     return float(median(known)) if known else None
 
 
-def _device_name(trace: Trace) -> str | None:
-    """Return the CUDA name of the run's device; without one "cuda" or "cpu", None if nothing is known."""
+def _find_device_name(trace: Trace) -> str | None:
+    """Return the CUDA name of the run's GPU, or "cuda" or "cpu" if that was not recorded; None if nothing was."""
     name = trace.environment.get("gpu") or trace.device
     return str(name) if name else None
 
 
-def _peak_flops_of_run(trace: Trace) -> float | None:
-    """Return the peak of the run's device in dense bf16, in FLOP/s; None if it is not known, or the run is not in
+def _find_run_peak_flops(trace: Trace) -> float | None:
+    """Return the dense bf16 peak of the run's device in FLOP/s; None if it is not known, or if the run is not in
     bf16."""
-    if trace.dtype is None or compute_precision(None, trace) != "bf16":
+    if trace.dtype is None or find_compute_precision(None, trace) != "bf16":
         return None  # fp32 has another peak, TF32 yet another
-    return peak_flops(_device_name(trace))
+    return find_peak_flops(_find_device_name(trace))
 
 
 def check_gates(
@@ -126,11 +127,13 @@ def check_gates(
     max_step_seconds: float | None = None,
     max_load_seconds: float | None = None,
 ) -> list[Check]:
-    """Check each limit that is not None. If its number is not known, the gate fails.
+    """Check the user's limits (gates) that are not None. A gate fails if its number is not known.
 
     Args:
+        trace: the run.
         metrics: what `compute_metrics` returned for the run.
-        min_mfu: from 0 to 1. The other limits are in the unit that their names end in.
+        min_mfu: least model FLOPs utilisation, from 0 to 1.
+        max_reserved_gib, max_step_seconds, max_load_seconds: largest values, in the unit that the name ends in.
     """
     out = []
     for name, key, limit, unit in (
@@ -145,7 +148,7 @@ def check_gates(
         least = name.startswith("min")
         word = "at least" if least else "at most"
         if found is None or not math.isfinite(found):
-            text = f"{_WHAT[key]} is not known: {_explain_unknown(trace, key)}"
+            text = f"{_WHAT[key]} is not known: {_explain_unknown_metric(trace, key)}"
             out.append(Check.of(f"gate.{name}", False, text, None, limit, "given"))
             continue
         good = found >= limit if least else found <= limit
@@ -165,23 +168,25 @@ _WHAT = {
 }
 
 
-def _explain_unknown(trace: Trace, key: str) -> str:
-    """Return a text that says why a number is not known, and which option would help; `key` is that of
-    `compute_metrics`."""
+def _explain_unknown_metric(trace: Trace, key: str) -> str:
+    """Return why a metric of a run is not known and which option would help, as a text.
+
+    `key` is a key of what `compute_metrics` returns.
+    """
     if key == "reserved_gib":
         return "no rank reported the memory of a device; run on GPUs"
     if key == "load_seconds":
         return "the run did not time the load"
     if not any(s.seconds for s in trace.steps[1:]):
         return f"the first step warms up; run at least two steps ({argument('steps', 2)})"
-    if not _tokens_per_step(trace):
+    if not _count_tokens_per_step(trace):
         return (
             f"the run does not say how many tokens a step has; give {argument('global_batch')} and "
             f"{argument('sequence')}"
         )
     if not trace.parameters or not trace.world_size:
         return "the run does not say how many parameters and ranks it has"
-    device = _device_name(trace) or "no device"
+    device = _find_device_name(trace) or "no device"
     return (
         f"the peak of {device} in {trace.dtype or 'an unknown dtype'} is not in the list; give "
         f"{argument('peak_tflops')}"

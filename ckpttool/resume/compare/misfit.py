@@ -17,32 +17,39 @@ from ...huggingface import lora
 from ...printable import count_noun, list_first
 from ..trace.model import Trace
 from ..trace.records import MisfitRecord
-from .differences import missing_and_extra, shape_differences
-from .side_state_differences import is_recording, side_state_of
+from .differences import find_missing_and_extra_tensors, find_shape_and_dtype_differences
+from .side_state_differences import is_recording, select_side_state
 
-__all__ = ["compare_names", "describe_misfit", "does_not_fit"]
+__all__ = ["compare_names_and_shapes", "describe_misfit", "does_not_fit_job"]
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def compare_names(stored: Shapes, live: Shapes, tied: Sequence[Sequence[str]]) -> MisfitRecord:
-    """Compare the names and shapes of the model in a checkpoint with those in a job.
-
-    In the result, `prefix` is what all names of the checkpoint begin with, if without it they and their shapes are
-    those of the job, else ""; `job_prefix` is the same for the names of the job. `rows` is [found, wanted] if that many
-    rows are all that differs. `adapter` says what LoRA the checkpoint holds, if it holds no other weights.
+def compare_names_and_shapes(stored: Shapes, live: Shapes, tied: Sequence[Sequence[str]]) -> MisfitRecord:
+    """Compare the names and shapes of a checkpoint's model with those of a job's model.
 
     Args:
-        stored, live: {FQN: shape} of the checkpoint's model and of the job's.
-        tied: the names of each parameter of the job that has several.
+        stored: {FQN: shape} of the checkpoint's model.
+        live: {FQN: shape} of the job's model.
+        tied: the FQNs of each parameter of the job that has several.
+
+    Returns:
+        A record of the differences. `prefix` is a prefix of all names of the checkpoint without which these and their
+        shapes are those of the job, else ""; `job_prefix` is the same for the names of the job. `rows` is [found,
+        wanted] if only the number of rows differs, and is the same for all tensors that differ. `adapter` describes the
+        LoRA adapter of a checkpoint that holds no other weights.
     """
     missing = [n for n in live if n not in stored]
     surplus = [n for n in stored if n not in live]
     shapes = {n: [list(stored[n]), list(live[n])] for n in stored if n in live and stored[n] != live[n]}
     out: MisfitRecord = {"missing": missing, "surplus": surplus, "shapes": shapes}
     if surplus:
-        out["prefix"] = next((p for p in _common_prefixes(stored) if _fits(_strip_prefix(stored, p), live, tied)), "")
-        out["job_prefix"] = next((p for p in _common_prefixes(live) if _fits(stored, _strip_prefix(live, p), [])), "")
+        out["prefix"] = next(
+            (p for p in _list_common_prefixes(stored) if _fits_job(_strip_prefix(stored, p), live, tied)), ""
+        )
+        out["job_prefix"] = next(
+            (p for p in _list_common_prefixes(live) if _fits_job(stored, _strip_prefix(live, p), [])), ""
+        )
     rows = {(a[0], b[0]) for a, b in shapes.values() if a and b and a[1:] == b[1:]}
     if shapes and not surplus and len(rows) == 1 and all(a[1:] == b[1:] and a for a, b in shapes.values()):
         out["rows"] = list(rows.pop())
@@ -51,8 +58,8 @@ def compare_names(stored: Shapes, live: Shapes, tied: Sequence[Sequence[str]]) -
     return out
 
 
-def _common_prefixes(names: Iterable[str]) -> list[str]:
-    """List the modules that all names begin with, the longest first: ["a.b.", "a."]"""
+def _list_common_prefixes(names: Iterable[str]) -> list[str]:
+    """List the dotted prefixes that all names have in common, the longest first: ["a.b.", "a."]."""
     parts: list[str] | None = None
     for n in names:
         mine = n.split(".")[:-1]
@@ -73,11 +80,12 @@ def _strip_prefix(names: Shapes, prefix: str) -> dict[str, tuple[int, ...]]:
     return {n.removeprefix(prefix): shape for n, shape in names.items()}
 
 
-def _fits(stored: Shapes, live: Shapes, tied: Sequence[Sequence[str]]) -> bool:
-    """Tell whether names and shapes of a checkpoint are those of a job, where tied parameters need one name only.
+def _fits_job(stored: Shapes, live: Shapes, tied: Sequence[Sequence[str]]) -> bool:
+    """Tell whether the names and shapes of a checkpoint are those of a job; of a tied parameter one name suffices.
 
     Args:
-        stored, live: {FQN: shape} of the checkpoint's model and of the job's.
+        stored: {FQN: shape} of the checkpoint's model.
+        live: {FQN: shape} of the job's model.
         tied: the FQNs of each parameter of the job that has several.
     """
     others = {n: set(group) for group in tied for n in group}
@@ -86,11 +94,10 @@ def _fits(stored: Shapes, live: Shapes, tied: Sequence[Sequence[str]]) -> bool:
     )
 
 
-def does_not_fit(reference: Trace | None, got: Trace) -> bool:
-    """Tell whether loading failed because checkpoint and job are of different models, and not because the checkpoint
-    lost something that the reference has.
+def does_not_fit_job(reference: Trace | None, got: Trace) -> bool:
+    """Tell whether loading failed because checkpoint and job have different models.
 
-    `reference` is None if there is none.
+    False if the checkpoint instead lost something that the reference has. `reference` is None if there is none.
     """
     if got.failed is None or got.misfit is None:
         return False
@@ -100,9 +107,9 @@ def does_not_fit(reference: Trace | None, got: Trace) -> bool:
         return True
     if not is_recording(reference):
         return False
-    missing, _ = missing_and_extra(reference, got)
-    gone = side_state_of(reference, "scheduler") and not side_state_of(got, "scheduler")
-    return not (reference.state and (missing or shape_differences(reference, got)[0])) and not gone
+    missing, _ = find_missing_and_extra_tensors(reference, got)
+    gone = select_side_state(reference, "scheduler") and not select_side_state(got, "scheduler")
+    return not (reference.state and (missing or find_shape_and_dtype_differences(reference, got)[0])) and not gone
 
 
 def describe_misfit(got: Trace) -> str:

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ...printable import count_noun, escape_unprintable, list_first
-from ..text import fqn_of
+from ..text import parse_fqn
 from ..trace.model import LIVE, Trace
-from .differences import ignored_config_keys, ignored_options, inputs_of_one_side, lost_options
-from .side_state_differences import compare_side_state, is_recording, side_state_of
+from .differences import find_lost_options, list_ignored_config_keys, list_ignored_options, list_one_sided_inputs
+from .side_state_differences import compare_side_state, is_recording, select_side_state
 from .verdict import Check
 
 __all__ = ["list_not_verified"]
@@ -43,11 +43,20 @@ def list_not_verified(reference: Trace | None, got: Trace, checks: Sequence[Chec
         checks: the checks of `judge` for these two.
     """
     if got.failed is not None:
-        return ["everything after loading: the checkpoint could not be loaded", *_unread_files(got)]
-    out = [*_same_job(reference, got), *_not_run(reference), *_own_loading(got), *_switched_off(got)]
-    out += [*_copies_not_saved(reference, got), *_idle_scheduler(reference, got)]
-    out += [*_perhaps_lost(reference, got, checks), *_unused_state(reference, got)]
-    out += [*_unread_files(got), *_partly_compared(reference, got), *_checks_not_judged(checks)]
+        return ["everything after loading: the checkpoint could not be loaded", *_describe_unread_files(got)]
+    out = [
+        *_describe_shared_faults(reference, got),
+        *_describe_unused_job_code(reference),
+        *_describe_unused_load_code(got),
+        *_describe_disabled_randomness(got),
+    ]
+    out += [*_describe_unsaved_copies(reference, got), *_describe_idle_scheduler(reference, got)]
+    out += [*_describe_possibly_lost_state(reference, got, checks), *_describe_unused_state(reference, got)]
+    out += [
+        *_describe_unread_files(got),
+        *_describe_partial_comparisons(reference, got),
+        *_describe_unjudged_checks(checks),
+    ]
     if reference is not None:
         seen = " ".join(c.text for c in checks)
         out += [
@@ -58,8 +67,8 @@ def list_not_verified(reference: Trace | None, got: Trace, checks: Sequence[Chec
     return list(dict.fromkeys(out))
 
 
-def _same_job(reference: Trace | None, got: Trace) -> Iterator[str]:
-    """Yield a sentence about the faults that both runs would share, or that there is no reference."""
+def _describe_shared_faults(reference: Trace | None, got: Trace) -> Iterator[str]:
+    """Yield sentences about the faults that both runs would share, or one about a missing reference."""
     if reference is None:
         yield "whether training goes on as before: there is no reference"
     elif not is_recording(reference):
@@ -73,11 +82,11 @@ def _same_job(reference: Trace | None, got: Trace) -> Iterator[str]:
         yield f"faults of {what}: {recipe}"
         if got.source and reference.source == got.source:
             yield "faults of the checkpoint itself: both runs loaded it"
-        yield from _same_loader(reference)
+        yield from _describe_shared_loader(reference)
 
 
-def _same_loader(reference: Trace) -> Iterator[str]:
-    """Yield sentences about the components that ckpttool loaded on both sides, and why no other reader did."""
+def _describe_shared_loader(reference: Trace) -> Iterator[str]:
+    """Yield sentences about the components that ckpttool's loader loaded on both sides, and why no other reader did."""
     by: dict[str, list[str]] = {}
     for component, why in reference.unwitnessed.items():
         by.setdefault(why, []).append(_LOADED[component])
@@ -88,8 +97,9 @@ def _same_loader(reference: Trace) -> Iterator[str]:
         yield "faults of ckpttool's loader: it loaded both sides, as asked"
 
 
-def _not_run(reference: Trace | None) -> Iterator[str]:
-    """Yield sentences about the parts of a job's own program that took no part, where it was trained from its start."""
+def _describe_unused_job_code(reference: Trace | None) -> Iterator[str]:
+    """Yield sentences about the parts of a fresh job's own program that the run did not use, such as its training
+    loop."""
     if reference is not None and reference.layout == LIVE:
         yield (
             "the job's own training loop, the order in which its data loader gives rows, and its code that loads a "
@@ -99,8 +109,8 @@ def _not_run(reference: Trace | None) -> Iterator[str]:
             yield "the job's own code that saves a checkpoint: build() returns no save, so dcp.save wrote it"
 
 
-def _switched_off(got: Trace) -> Iterator[str]:
-    """Yield sentences about the randomness of the forward pass that did not take part."""
+def _describe_disabled_randomness(got: Trace) -> Iterator[str]:
+    """Yield sentences about dropout that was switched off, and about random numbers that were not restored."""
     if got.dropout_off:
         yield f"dropout (probability up to {got.dropout_off:g}): it was switched off"
     if got.environment.get("random") == "seeded":
@@ -109,8 +119,8 @@ def _switched_off(got: Trace) -> Iterator[str]:
         )
 
 
-def _own_loading(got: Trace) -> Iterator[str]:
-    """Yield a sentence about the job's own code that loads state, which did not run."""
+def _describe_unused_load_code(got: Trace) -> Iterator[str]:
+    """Yield a sentence about the loading code of the job's own classes, which did not run; nothing if there is none."""
     if functions := got.environment.get("own_loading"):
         yield (
             "loading code of the job's own classes, which did not run, since ckpttool fills tensors in place: "
@@ -118,8 +128,8 @@ def _own_loading(got: Trace) -> Iterator[str]:
         )
 
 
-def _copies_not_saved(reference: Trace | None, got: Trace) -> Iterator[str]:
-    """Yield a sentence about the tensors whose copies a save and a load cannot vouch for."""
+def _describe_unsaved_copies(reference: Trace | None, got: Trace) -> Iterator[str]:
+    """Yield a sentence about tensors of which each rank has its own copy, though torch saves only one of them."""
     live = [n for n in reference.variants if n in got.state] if reference and reference.layout == LIVE else []
     if apart := live or got.roundtrip.get("apart"):
         yield (
@@ -128,11 +138,11 @@ def _copies_not_saved(reference: Trace | None, got: Trace) -> Iterator[str]:
         )
 
 
-def _idle_scheduler(reference: Trace | None, got: Trace) -> Iterator[str]:
-    """Yield a sentence that the scheduler was not seen at work, and where the learning rates come from, if so."""
+def _describe_idle_scheduler(reference: Trace | None, got: Trace) -> Iterator[str]:
+    """Yield a sentence about a scheduler that was not stepped, and where the later learning rates come from."""
     waits = bool(got.environment.get("scheduler_waits"))
     if waits or (
-        got.scheduler is None and any(side_state_of(t, "scheduler") for t in (got, reference) if t is not None)
+        got.scheduler is None and any(select_side_state(t, "scheduler") for t in (got, reference) if t is not None)
     ):
         recorded = reference is not None and is_recording(reference)
         rates = (
@@ -142,26 +152,27 @@ def _idle_scheduler(reference: Trace | None, got: Trace) -> Iterator[str]:
         yield f"the scheduler at work: {why}, so {rates}"
 
 
-def _perhaps_lost(reference: Trace | None, got: Trace, checks: Sequence[Check]) -> Iterator[str]:
-    """Yield sentences about what the checkpoint holds none of, where a recording does not tell whether its job's
-    checkpoint did."""
+def _describe_possibly_lost_state(reference: Trace | None, got: Trace, checks: Sequence[Check]) -> Iterator[str]:
+    """Yield sentences about random states and counters that the checkpoint lacks, if the reference is a recording.
+
+    A recording does not tell whether its job's own checkpoint held them.
+    """
     if reference is None or not is_recording(reference):
         return
-    if reference.generators and not side_state_of(got, "rng"):
+    if reference.generators and not select_side_state(got, "rng"):
         yield from (
-            _one_line(c.name, c.text) for c in checks if c.name == "config.rng" and c.verdict == "not comparable"
+            _format_line(c.name, c.text) for c in checks if c.name == "config.rng" and c.verdict == "not comparable"
         )
-    if not side_state_of(got, "trainer") and not compare_side_state(reference, got, "trainer").missing:
+    if not select_side_state(got, "trainer") and not compare_side_state(reference, got, "trainer").missing:
         yield (
             "counters of the trainer, such as step and epoch: the checkpoint holds none (HF Trainer keeps them in "
             "trainer_state.json), and the reference did not record those of its step"
         )
 
 
-def _unused_state(reference: Trace | None, got: Trace) -> Iterator[str]:
-    """Yield sentences about what the checkpoint holds and this job does not use, so that at most the stored values were
-    compared."""
-    held = {c: what for c, what in _BESIDE.items() if side_state_of(got, c)}
+def _describe_unused_state(reference: Trace | None, got: Trace) -> Iterator[str]:
+    """Yield sentences about state in the checkpoint that the job does not use, and whether it was compared."""
+    held = {c: what for c, what in _BESIDE.items() if select_side_state(got, c)}
     if got.environment.get("rng_restored"):
         held.pop("rng", None)
     loaded = held.pop("model", None) if any(n.startswith("model.") for n in got.held) else None
@@ -184,8 +195,8 @@ def _unused_state(reference: Trace | None, got: Trace) -> Iterator[str]:
         yield f"objects of classes that ckpttool does not build: {escape_unprintable(list_first(unknown))}"
 
 
-def _unread_files(got: Trace) -> Iterator[str]:
-    """Yield a sentence about the files beside the checkpoint that were not read, if there are any."""
+def _describe_unread_files(got: Trace) -> Iterator[str]:
+    """Yield a sentence about the files next to the checkpoint that were not read; nothing if there are none."""
     if got.unread:
         yield (
             "files beside the checkpoint that were not read: "
@@ -193,12 +204,11 @@ def _unread_files(got: Trace) -> Iterator[str]:
         )
 
 
-def _partly_compared(reference: Trace | None, got: Trace) -> Iterator[str]:
-    """Yield sentences about tensors, keys of the configuration and options of param groups that were left out of
-    comparisons."""
+def _describe_partial_comparisons(reference: Trace | None, got: Trace) -> Iterator[str]:
+    """Yield sentences about tensors, keys and options that comparisons left out."""
     if got.stored:
         tied = {n for group in got.tied for n in group}
-        rest = [n for n in got.state if n not in got.stored and fqn_of(n) not in tied]
+        rest = [n for n in got.state if n not in got.stored and parse_fqn(n) not in tied]
         if rest:
             yield (
                 f"{count_noun(len(rest), 'tensor')} of another dtype in the files, so not compared with them: "
@@ -209,31 +219,31 @@ def _partly_compared(reference: Trace | None, got: Trace) -> Iterator[str]:
     if (
         reference.config is not None
         and got.config is not None
-        and (keys := ignored_config_keys(reference.config, got.config))
+        and (keys := list_ignored_config_keys(reference.config, got.config))
     ):
         what = escape_unprintable(list_first(keys))
         yield f"keys of the model's configuration that only one version of transformers writes: {what}"
-    if keys := inputs_of_one_side(reference, got):
+    if keys := list_one_sided_inputs(reference, got):
         yield f"what only one side has of the samples, so compared with nothing: {escape_unprintable(list_first(keys))}"
-    if keys := lost_options(reference, got)[1]:
+    if keys := find_lost_options(reference, got)[1]:
         yield (
             f"options of param groups that checkpoints of layout {got.layout} do not hold, so that the job's own were "
             f"used: {escape_unprintable(list_first(keys))}"
         )
-    if keys := ignored_options(reference, got):
+    if keys := list_ignored_options(reference, got):
         yield f"options of param groups that only one version of torch writes: {escape_unprintable(list_first(keys))}"
 
 
-def _checks_not_judged(checks: Sequence[Check]) -> Iterator[str]:
-    """Yield a sentence for each reason why checks could not be judged, with their names."""
+def _describe_unjudged_checks(checks: Sequence[Check]) -> Iterator[str]:
+    """Yield, for each reason why checks could not be judged, a line with their names and the reason."""
     by: dict[str, list[str]] = {}
     for c in checks:
         if c.verdict == "not comparable":
             by.setdefault(c.text, []).append(c.name)
     for why, names in by.items():
-        yield _one_line(list_first(names), why)
+        yield _format_line(list_first(names), why)
 
 
-def _one_line(names: str, why: str) -> str:
-    """Return names and a reason as one printable line."""
+def _format_line(names: str, why: str) -> str:
+    """Return "<names>: <why>" with unprintable characters escaped, as one line."""
     return f"{escape_unprintable(names)}: {escape_unprintable(why, 80)}"

@@ -14,19 +14,19 @@ from ...printable import count_noun, list_first
 from ..trace.model import Trace
 from .bounds import Bound
 from .differences import (
-    job_obstacle,
-    non_finite_values,
-    relative_deviation,
+    compute_relative_deviation,
+    find_job_obstacle,
+    find_non_finite_values,
 )
 from .verdict import Check
 
 __all__ = [
     "check_completed",
-    "check_dead",
+    "check_dead_gradients",
     "check_finite",
+    "check_losses_of_ranks",
     "check_probe",
     "check_probe_ranks",
-    "check_ranks",
     "check_round_trip",
     "check_spike",
     "compare_logits",
@@ -38,15 +38,17 @@ SPIKE = 10.0
 
 
 def compare_logits(reference: Trace, got: Trace) -> tuple[float, float | None, float | None] | str:
-    """Compare the logits of two probes: (relative L2 distance, largest absolute difference, mean KL divergence).
+    """Compare the logits of the probes of two traces.
 
-    A text is returned instead if they cannot be compared, and says why. Of a recorded sketch only the first number is
-    known; the others are None. All are NaN if a logit is.
+    Returns:
+        (relative L2 distance, largest absolute difference, mean KL divergence), all NaN if a logit is NaN; from a
+        recorded sketch only the first is known, and the others are None. If the logits cannot be compared, a text that
+        says why.
     """
     import numpy as np
 
     if reference.probe.get("sketch"):
-        return _compare_sketches(reference, got)
+        return _compare_logit_sketches(reference, got)
     files = [str(t.probe.get("file") or "") for t in (reference, got)]
     if not all(files):
         why = reference.unrecorded.get("probe") if not files[0] else None
@@ -54,7 +56,7 @@ def compare_logits(reference: Trace, got: Trace) -> tuple[float, float | None, f
     batches = [t.probe.get("batch") for t in (reference, got)]
     if None not in batches and batches[0] != batches[1]:
         return "the probes were made with different batches"
-    if why := job_obstacle(reference, got) or _copies_obstacle(reference, got):
+    if why := find_job_obstacle(reference, got) or _find_copies_obstacle(reference, got):
         return why
     try:
         a, b = (np.load(f, mmap_mode="r", allow_pickle=False) for f in files)
@@ -80,16 +82,16 @@ def compare_logits(reference: Trace, got: Trace) -> tuple[float, float | None, f
     return number, largest, divergence / len(a) if apart else 0.0
 
 
-def _compare_sketches(reference: Trace, got: Trace) -> tuple[float, None, None] | str:
-    """Compare the sketch (a random projection) of a run's logits with a recorded one: (relative L2 distance, None,
-    None).
+def _compare_logit_sketches(reference: Trace, got: Trace) -> tuple[float, None, None] | str:
+    """Compare the sketch (a random projection) of a run's logits with a recorded one.
 
-    A text is returned instead if that cannot be done, and says why.
+    Returns:
+        (relative L2 distance, None, None), or a text that says why they cannot be compared.
     """
     ours = got.probe.get("recorded") or {"skipped": "the run did not compute the logits of the recorded rows"}
     if "skipped" in ours:
         return f"this job could not compute the logits of the recorded rows: {ours['skipped']}"
-    if why := job_obstacle(reference, got) or _copies_obstacle(reference, got):
+    if why := find_job_obstacle(reference, got) or _find_copies_obstacle(reference, got):
         return why
     theirs = reference.probe
     if list(theirs["shape"]) != list(ours["shape"]):
@@ -102,8 +104,8 @@ def _compare_sketches(reference: Trace, got: Trace) -> tuple[float, None, None] 
     return apart / size if size else math.inf if apart else 0.0, None, None
 
 
-def _copies_obstacle(reference: Trace, got: Trace) -> str | None:
-    """Return a text that says that the probes were computed with different ranks' copies of a tensor; None if not."""
+def _find_copies_obstacle(reference: Trace, got: Trace) -> str | None:
+    """Return a text if the probes were computed with the copies of a tensor that different ranks held; None if not."""
     for n in reference.variants.keys() & reference.state.keys() & got.state.keys():
         if got.state[n][2] != reference.state[n][2]:
             return (
@@ -152,7 +154,7 @@ def check_probe_ranks(got: Trace) -> Check:
 # ------------------------------------------------------------------------------------------------------------------ run
 
 
-def check_ranks(got: Trace) -> Check:
+def check_losses_of_ranks(got: Trace) -> Check:
     """Check that all ranks report the same loss in every step."""
     name = "run.ranks"
     known = [s for s in got.steps if s.losses]
@@ -161,15 +163,24 @@ def check_ranks(got: Trace) -> Check:
     for s in known:
         losses = s.losses or []
         if any(x != losses[0] and not (x != x and losses[0] != losses[0]) for x in losses):
-            text = f"ranks report different losses in step {s.step}: {_losses_by_value(losses)}"
+            text = f"ranks report different losses in step {s.step}: {_describe_losses_by_value(losses)}"
             return Check.of(
-                name, False, text, max(relative_deviation(x, losses[0]) for x in losses), 0, "exact", f"step {s.step}"
+                name,
+                False,
+                text,
+                max(compute_relative_deviation(x, losses[0]) for x in losses),
+                0,
+                "exact",
+                f"step {s.step}",
             )
     return Check.of(name, True, f"all ranks have the same loss, in {count_noun(len(known), 'step')}", 0, 0, "exact")
 
 
-def _losses_by_value(losses: Sequence[float]) -> str:
-    """Return a text about which ranks report which loss; `losses` are those of each rank."""
+def _describe_losses_by_value(losses: Sequence[float]) -> str:
+    """Return a text about which ranks report which loss, such as "2.5 on rank 0; 2.6 on rank 1".
+
+    `losses` has the loss of each rank, in order.
+    """
     ranks: dict[str, list[int]] = {}
     for rank, x in enumerate(losses):
         ranks.setdefault(repr(x), []).append(rank)
@@ -182,7 +193,7 @@ def check_finite(got: Trace) -> Check:
     if not got.steps:
         return Check.unknown(name, "no step was run")
     for s in got.steps:
-        found = list(non_finite_values(s))
+        found = list(find_non_finite_values(s))
         if found:
             more = f", and {len(found) - 1} more" if len(found) > 1 else ""
             text = f"{found[0][0]} is {found[0][1]} in step {s.step}{more}"
@@ -193,7 +204,7 @@ def check_finite(got: Trace) -> Check:
 
 
 def check_completed(got: Trace) -> Check | None:
-    """Check that no step of the optimizer failed; None if none did."""
+    """Return a failed check if the optimizer raised an error in a step; None if it did not."""
     if got.stopped is None:
         return None
     text = f"the optimizer fails in step {got.start + 1 + len(got.steps)}: {got.stopped}"
@@ -225,9 +236,11 @@ def check_spike(reference: Trace | None, got: Trace) -> Check:
     return Check.of(name, worst <= SPIKE, text, worst, SPIKE, "given", where)
 
 
-def check_dead(reference: Trace | None, got: Trace) -> Check:
-    """Check that there is a gradient in every step, or in every step in which the reference has one; `reference` is
-    None if there is none."""
+def check_dead_gradients(reference: Trace | None, got: Trace) -> Check:
+    """Check that the grad norm is not 0 in any step, except where the reference's is 0 too.
+
+    `reference` is None if there is none.
+    """
     name = "run.dead"
     known = [s for s in got.steps if s.grad_norm is not None]
     if not known:

@@ -11,21 +11,21 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeGuard
 
-from ...layouts import program_of
+from ...layouts import get_program_of
 from ..trace.model import LIVE, Trace
 from ..trace.side_state import OBJECT
-from .differences import are_alike
+from .differences import are_equal_values
 
 __all__ = [
     "Marked",
     "SideStateDiff",
+    "compare_held_with_files",
+    "compare_held_with_reference",
     "compare_side_state",
-    "differences_from_files",
-    "differences_from_reference",
     "holds_live_state",
     "is_comparable",
     "is_recording",
-    "side_state_of",
+    "select_side_state",
 ]
 
 #: Values of a scheduler that change while it computes and mean nothing afterwards.
@@ -38,7 +38,7 @@ _CUTS = "extra.ds_config.zero_optimization."
 
 
 def is_comparable(value: object) -> bool:
-    """Tell whether a value can be compared: not a mark that stands for an object, nor one without a fingerprint."""
+    """Tell whether a value can be compared: False for a `Marked` of an unknown object, or without a fingerprint."""
     return not isinstance(value, Marked) or (value.kind != OBJECT and value.digest != "")
 
 
@@ -78,7 +78,7 @@ def _describe_change(name: str, expected: object, found: object) -> str:
     if type(expected) is type(found) is list and max(len(expected), len(found)) > _FEW:
         if len(expected) != len(found):
             return f"{name} has {len(found)} values and had {len(expected)}"
-        wrong = [k for k, (a, b) in enumerate(zip(expected, found, strict=True)) if not are_alike(a, b)]
+        wrong = [k for k, (a, b) in enumerate(zip(expected, found, strict=True)) if not are_equal_values(a, b)]
         more = f", and {len(wrong) - 1} more of its {len(found)} values differ" if len(wrong) > 1 else ""
         return f"{name}[{wrong[0]}] is {found[wrong[0]]!r} and was {expected[wrong[0]]!r}{more}"
     if not isinstance(expected, Marked) and not isinstance(found, Marked):
@@ -99,10 +99,10 @@ class Marked(NamedTuple):
         return f"{self.kind} {list(self.shape)}"
 
 
-def side_state_of(trace: Trace, component: str) -> dict[str, object]:
-    """Return {name: plain value, or Marked for arrays} of a component beside model and optimizer, such as "scheduler".
+def select_side_state(trace: Trace, component: str) -> dict[str, object]:
+    """Return {canonical name: plain value, or Marked for an array} of one component of a trace's side state.
 
-    What means nothing after a step is left out.
+    `component` is such as "scheduler" or "rng". Values that are only meaningful within a step are left out.
     """
     out: dict[str, object] = {n: v for n, v in trace.values.items() if n.partition(".")[0] == component}
     out.update((n, Marked(*m)) for n, m in trace.others.items() if n.partition(".")[0] == component)
@@ -113,16 +113,17 @@ def side_state_of(trace: Trace, component: str) -> dict[str, object]:
 
 
 def compare_side_state(reference: Trace, got: Trace, component: str) -> SideStateDiff:
-    """Compare a component beside model and optimizer, such as "scheduler" or "rng".
+    """Compare one component of the state outside model and optimizer, such as "scheduler" or "rng".
 
-    Nothing is compared if the reference is a recording that has none of it, or has it of another step. A recording
-    without random states by name has those of each rank; the checkpoint's are compared with them, whatever their names.
+    If the reference holds the state of live objects, and not of a checkpoint, nothing is compared if it lacks the
+    component or is of another step. Such a reference without named random states has those of each rank; the
+    checkpoint's are compared with these, regardless of their names.
     """
-    theirs, ours = side_state_of(reference, component), side_state_of(got, component)
+    theirs, ours = select_side_state(reference, component), select_side_state(got, component)
     out = SideStateDiff(held=bool(ours))
     if holds_live_state(reference) and (not theirs or reference.start != got.start):
         return (
-            _compare_random_states(reference, ours, program_of(got.layout).saves_every_rng)
+            _compare_random_states(reference, ours, get_program_of(got.layout).saves_every_rng)
             if component == "rng" and reference.start == got.start
             else out
         )
@@ -136,22 +137,26 @@ def compare_side_state(reference: Trace, got: Trace, component: str) -> SideStat
         else:
             out.compared += 1
             if not any(
-                are_alike(x, ours[n]) or _is_same_number(x, ours[n])
-                for x in (expected, *_variants_of_ranks(reference, n))
+                are_equal_values(x, ours[n]) or _is_same_number(x, ours[n])
+                for x in (expected, *_list_rank_variants(reference, n))
             ):
                 out.found[n] = (expected, ours[n])
     out.extra = [n for n in ours if n not in theirs]
     return out
 
 
-def differences_from_files(trace: Trace) -> tuple[list[str], int]:
-    """Compare what scheduler and modules hold (`Trace.held`) with the files: (a text for each difference, how many
-    values were compared). Only what both have is compared, and no bytes that a module makes itself, such as a
-    pickle."""
+def compare_held_with_files(trace: Trace) -> tuple[list[str], int]:
+    """Compare what scheduler and modules hold after loading (`Trace.held`) with the values in the files.
+
+    Only values that both have are compared, without bytes that a module makes itself, such as a pickle.
+
+    Returns:
+        (a text for each difference, how many values were compared).
+    """
     problems, compared = [], 0
     for name, value in trace.held.items():
-        plain = _plain_name(name)
-        stored = _stored_value(trace, plain)
+        plain = _strip_key_brackets(name)
+        stored = _find_stored_value(trace, plain)
         if name.rpartition(".")[2] in _TRANSIENT or (plain not in trace.values and plain not in trace.others):
             continue
         if not is_comparable(_as_marked(stored)) or not is_comparable(_as_marked(value)):
@@ -159,47 +164,60 @@ def differences_from_files(trace: Trace) -> tuple[list[str], int]:
         if _is_mark(stored) and stored[0] in _ENCODED:
             continue
         compared += 1
-        if not _are_held_alike(stored, value):
+        if not _are_equal_held_values(stored, value):
             problems.append(f"{plain} is {value!r} in the job and {stored!r} in the files")
     return problems, compared
 
 
-def differences_from_reference(reference: Trace, got: Trace) -> list[str]:
-    """Compare what scheduler and modules hold (`Trace.held`) with what they hold in the job of the reference; returns a
-    text for each difference. What only this side has is none: some readers load no key that the job does not have at
-    first. What the files have otherwise is compared by `compare_side_state`."""
+def compare_held_with_reference(reference: Trace, got: Trace) -> list[str]:
+    """Compare what scheduler and modules hold after loading (`Trace.held`) with what they hold in the reference's job.
+
+    A value that only this side has is no difference, since some readers load no key that the job does not have at
+    first. Values that differ in the files already are left out: `compare_side_state` finds those.
+
+    Returns:
+        A text for each difference.
+    """
     out = []
     for name, expected in reference.held.items():
         component = name.partition(".")[0]
         where = f"where {reference.loaders.get(component, 'the reference')} loads it"
         if reference.layout == LIVE:
             where = "in the run without a pause"
-        theirs, ours = (_stored_value(trace, _plain_name(name)) for trace in (reference, got))
-        if component not in got.loaders or name.rpartition(".")[2] in _TRANSIENT or not _are_held_alike(theirs, ours):
+        theirs, ours = (_find_stored_value(trace, _strip_key_brackets(name)) for trace in (reference, got))
+        if (
+            component not in got.loaders
+            or name.rpartition(".")[2] in _TRANSIENT
+            or not _are_equal_held_values(theirs, ours)
+        ):
             continue
         if name not in got.held:
             out.append(f"{name} is not in the job, and is {where}")
-        elif not _are_held_alike(expected, got.held[name]):
+        elif not _are_equal_held_values(expected, got.held[name]):
             out.append(f"{name} is {got.held[name]!r}, and {expected!r} {where}")
     return out
 
 
-def _plain_name(name: str) -> str:
-    """Return the name that files have for a value of `Trace.held`: without the brackets of keys that are no text."""
+def _strip_key_brackets(name: str) -> str:
+    """Return the name of a value of `Trace.held` as the files have it: without the brackets around keys that are not
+    text."""
     return name.replace("[", "").replace("]", "")
 
 
-def _stored_value(trace: Trace, name: str) -> object:
-    """Return the plain value, or the mark as a list, that the files have under a name; None for nothing."""
+def _find_stored_value(trace: Trace, name: str) -> object:
+    """Return the plain value, or the mark as a list, that the files have under a name; None if they have none."""
     mark = trace.others.get(name)
     return trace.values.get(name) if mark is None else list(mark)
 
 
-def _are_held_alike(a: object, b: object) -> bool:
-    """Tell whether two values of `Trace.held` are equal: plain ones, marks, or a number and the mark of a tensor that
-    holds it. Objects that cannot be compared are equal to anything."""
+def _are_equal_held_values(a: object, b: object) -> bool:
+    """Tell whether two values of `Trace.held` are equal; a number equals the mark of a tensor that holds only that
+    number.
+
+    Objects that cannot be compared are equal to anything.
+    """
     sides = [_as_marked(x) for x in (a, b)]
-    return not all(map(is_comparable, sides)) or are_alike(*sides) or _is_same_number(*sides)
+    return not all(map(is_comparable, sides)) or are_equal_values(*sides) or _is_same_number(*sides)
 
 
 def _as_marked(x: object) -> object:
@@ -212,9 +230,11 @@ def _is_mark(x: Any) -> TypeGuard[list[Any]]:
     return isinstance(x, list) and len(x) == 3 and isinstance(x[0], str) and isinstance(x[1], (list, tuple))
 
 
-def _variants_of_ranks(reference: Trace, name: str) -> list[object]:
-    """Return what the ranks of a recorded job held under one name, if they did not agree, else []; a checkpoint has
-    what one of them saved."""
+def _list_rank_variants(reference: Trace, name: str) -> list[object]:
+    """Return the different values that the ranks of a recorded job held under a name; [] if they agreed.
+
+    A checkpoint has the value of one of them.
+    """
     found = reference.variants.get(name, [])
     return [Marked(*x) for x in found] if name in reference.others else found
 
@@ -222,14 +242,15 @@ def _variants_of_ranks(reference: Trace, name: str) -> list[object]:
 def _compare_random_states(reference: Trace, ours: dict[str, object], every: bool) -> SideStateDiff:
     """Compare the random states of a checkpoint with those of the recorded ranks.
 
-    A state is known by its kind and size. One in the name of a rank must be that rank's; others must be some rank's.
-    More than the recorded generators (one of the data, say) may be there.
+    A state is matched to a kind of generator by its dtype and shape. A state with a rank in its name must equal that
+    rank's, others must equal some rank's. The checkpoint may hold more states than were recorded, such as one of the
+    data.
 
     Args:
         reference: the recording.
-        ours: {name: value, or Marked} of the checkpoint's random states.
-        every: whether the trainer saves those of all ranks, so that one that is there alone means that the others were
-            lost.
+        ours: {canonical name: value, or Marked} of the checkpoint's random states.
+        every: whether the trainer saves the states of all ranks, so that a checkpoint with those of one rank has lost
+            the others.
     """
     out = SideStateDiff(held=bool(ours))
     for kind in ("torch", "cuda", "numpy", "python"):
@@ -239,7 +260,7 @@ def _compare_random_states(reference: Trace, ours: dict[str, object], every: boo
         named = {n: x for n, x in ours.items() if isinstance(x, Marked) and (x.kind, tuple(x.shape)) == ranks[0][:2]}
         by_rank: dict[int | None, list[str]] = {}
         for n in named:
-            rank = _rank_in(n, kind)
+            rank = _parse_rank(n, kind)
             by_rank.setdefault(rank if rank is not None and rank < len(ranks) else None, []).append(n)
         for rank, names in by_rank.items():
             right = [n for n in names if named[n] in (ranks if rank is None else [ranks[rank]])]
@@ -257,11 +278,11 @@ def _compare_random_states(reference: Trace, ours: dict[str, object], every: boo
     return out
 
 
-def _rank_in(name: str, kind: str) -> int | None:
-    """Return the rank in the name of a random state: its first number; None if there is none.
+def _parse_rank(name: str, kind: str) -> int | None:
+    """Return the rank in the name of a random state, its first number; None if the name has none.
 
-    `kind` is "torch", "cuda", "numpy" or "python". States of the last two are tuples, and the place within the tuple is
-    no rank.
+    `kind` is "torch", "cuda", "numpy" or "python". States of the last two are tuples, so that a final ".1" is an index
+    and no rank.
     """
     numbers = re.findall(r"\d+", name.removesuffix(".1") if kind in ("numpy", "python") else name)
     return int(numbers[0]) if numbers else None
@@ -273,12 +294,12 @@ def is_recording(trace: Trace) -> bool:
 
 
 def holds_live_state(trace: Trace) -> bool:
-    """Tell whether the state beside model and optimizer in a trace is that of live objects, and not of a checkpoint."""
+    """Tell whether a trace has the side state of live objects (a recording or a fresh run), and not of a checkpoint."""
     return trace.layout in (None, LIVE)
 
 
 def _is_same_number(a: object, b: object) -> bool:
-    """Tell whether one is a number and the other a tensor that holds that number alone, as some layouts keep it."""
+    """Tell whether one value is a number and the other the mark of a tensor that holds only that number."""
     number, marked = (b, a) if isinstance(a, Marked) else (a, b)
     if not isinstance(marked, Marked) or isinstance(number, Marked) or marked.shape not in ((), (1,)):
         return False
@@ -286,9 +307,9 @@ def _is_same_number(a: object, b: object) -> bool:
         return False
     import torch
 
-    from ..trace.side_state import mark_array
+    from ..trace.side_state import make_array_mark
 
     return (
-        mark_array(torch.tensor(number, dtype=getattr(torch, marked.kind, None)).reshape(marked.shape))[2]
+        make_array_mark(torch.tensor(number, dtype=getattr(torch, marked.kind, None)).reshape(marked.shape))[2]
         == marked.digest
     )

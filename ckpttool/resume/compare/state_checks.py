@@ -12,52 +12,55 @@ from dataclasses import replace
 
 from ...index.names import step_count
 from ...printable import count_noun, list_first
-from ..text import describe_changes, fqn_of, slot_of
+from ..text import describe_changes, parse_fqn, parse_slot
 from ..trace.model import LIVE, Trace
 from .differences import (
-    are_alike,
-    config_differences,
+    are_equal_values,
+    collect_optimizer_steps,
+    collect_options_by_parameter,
+    collect_tied_groups,
     describe_lost_options,
-    differing_tensors,
-    lost_options,
-    missing_and_extra,
-    must_be_equal,
-    optimizer_steps,
-    option_differences,
-    options_by_parameter,
-    shape_differences,
-    state_obstacle,
-    tensors_not_as_stored,
-    tensors_with_unequal_copies,
-    tied_groups,
+    find_lost_options,
+    find_missing_and_extra_tensors,
+    find_model_config_differences,
+    find_option_differences,
+    find_shape_and_dtype_differences,
+    find_state_obstacle,
+    list_differing_tensors,
+    list_tensors_not_as_stored,
+    list_tensors_with_unequal_copies,
+    must_tensor_be_equal,
 )
 from .side_state_differences import (
     SideStateDiff,
+    compare_held_with_files,
+    compare_held_with_reference,
     compare_side_state,
-    differences_from_files,
-    differences_from_reference,
     holds_live_state,
-    side_state_of,
+    select_side_state,
 )
 from .verdict import Check
 
 __all__ = [
     "check_configuration",
+    "check_configured_tying",
     "check_held_values",
-    "check_loaded",
-    "check_own_tying",
-    "check_plausible",
+    "check_loaded_state",
+    "check_plausible_state",
     "check_reference_loaded",
     "check_state",
 ]
 
 
-def check_loaded(got: Trace, profile: str) -> Check:
-    """Check that the job holds what the files contain; the profile "relaxed" lets it hold less precise tensors."""
+def check_loaded_state(got: Trace, profile: str) -> Check:
+    """Check that the job holds after loading what the checkpoint's files contain.
+
+    The profile "relaxed" allows the job to round tensors to a less precise dtype.
+    """
     name = "state.loaded"
     if got.failed is not None:
         return Check.of(name, False, f"the checkpoint could not be loaded into the job: {got.failed}", source="exact")
-    if copies := tensors_with_unequal_copies(got):
+    if copies := list_tensors_with_unequal_copies(got):
         return Check.exact(name, copies, "", f"copies on several ranks differ, of {count_noun(len(copies), 'tensor')}")
     if (rounded := got.environment.get("rounded")) and profile != "relaxed":
         return Check.exact(
@@ -67,7 +70,7 @@ def check_loaded(got: Trace, profile: str) -> Check:
         return Check.unknown(
             name, "the files were not read a second time, so what was loaded was not compared with them"
         )
-    wrong = tensors_not_as_stored(got)
+    wrong = list_tensors_not_as_stored(got)
     good = f"the job holds what the files contain, in all {len(got.stored)} tensors"
     return Check.exact(
         name, wrong, good, f"the job does not hold what the files contain, in {count_noun(len(wrong), 'tensor')}"
@@ -75,22 +78,25 @@ def check_loaded(got: Trace, profile: str) -> Check:
 
 
 def check_reference_loaded(reference: Trace | None, profile: str) -> list[Check]:
-    """Check that the job of the reference holds what its files contain, if they were read a second time."""
+    """Return a check that the reference's job holds what its files contain; [] if they were not read a second time."""
     if reference is None or not reference.stored:
         return []
-    found = check_loaded(reference, profile)
+    found = check_loaded_state(reference, profile)
     return [replace(found, name="state.reference", text=f"of the reference: {found.text}")]
 
 
 def check_held_values(reference: Trace | None, got: Trace) -> list[Check]:
-    """Check what the scheduler and the extra states of modules hold after the load: as the files have it, and, where
-    another reader loaded the reference, as that job has it, types of keys included. [] for a job without such."""
+    """Check the values that the scheduler and the extra states of modules hold after loading.
+
+    They must equal the files, and, if another reader loaded the reference, what the reference's job holds, including
+    the types of keys. [] if the job has no such values.
+    """
     name = "state.values"
     if got.failed is not None:
         return []
-    problems, compared = differences_from_files(got)
+    problems, compared = compare_held_with_files(got)
     if reference is not None and reference.failed is None:
-        problems += differences_from_reference(reference, got)
+        problems += compare_held_with_reference(reference, got)
         compared = max(compared, len(reference.held))
     if not compared and not problems:
         return []
@@ -98,33 +104,33 @@ def check_held_values(reference: Trace | None, got: Trace) -> list[Check]:
     return [Check.exact(name, problems, good, f"{count_noun(len(problems), 'value')} not as stored")]
 
 
-def check_plausible(got: Trace, reference: Trace | None = None) -> Check:
+def check_plausible_state(got: Trace, reference: Trace | None = None) -> Check:
     """Check for faults that a state shows by itself, such as an optimizer whose steps are all 0.
 
-    What the reference holds as well, at the same step, is none: parts of a module may have been frozen for some steps.
-    `reference` is None if there is none.
+    A fault that the reference shows at the same step as well does not count: parts of a module may have been frozen for
+    some steps. `reference` is None if there is none.
     """
     name = "state.plausible"
     if got.failed is not None or (not got.state and not got.scalars):
         return Check.unknown(name, "the run did not record what the job held")
-    problems = _implausible_facts(got)
+    problems = _list_implausible_facts(got)
     if problems and reference is not None and reference.failed is None and reference.start == got.start:
-        theirs = set(_implausible_facts(reference))
+        theirs = set(_list_implausible_facts(reference))
         problems = [p for p in problems if p not in theirs]
     return Check.exact(
         name, problems, "optimizer steps, moments and scalars are plausible", "no training produces this"
     )
 
 
-def _implausible_facts(got: Trace) -> list[str]:
+def _list_implausible_facts(got: Trace) -> list[str]:
     """Return a text for each fact about a state that no training produces.
 
     Parameters that never got a gradient have no optimizer state, and those that got fewer gradients have smaller steps;
-    neither is such a fact.
+    neither counts as such a fact.
     """
     problems = [f"{n} is {v}" for n, v in got.scalars.items() if n.startswith("optim.") and not math.isfinite(v)]
-    trained = _steps_trained(got)
-    steps = {n: v for n, v in optimizer_steps(got).items() if math.isfinite(v)}
+    trained = _count_trained_steps(got)
+    steps = {n: v for n, v in collect_optimizer_steps(got).items() if math.isfinite(v)}
     if trained > 0:
         zeros = [n for n, v in steps.items() if v == 0]
         if zeros and len(zeros) == len(steps):
@@ -133,18 +139,18 @@ def _implausible_facts(got: Trace) -> list[str]:
             )
         elif zeros:
             problems += [f"optim.state.{n}.step is 0, after {trained} steps" for n in zeros]
-        moments = any(slot_of(n) != "weights" for n in got.state) or bool(steps)
+        moments = any(parse_slot(n) != "weights" for n in got.state) or bool(steps)
         adaptive = any("betas" in g and g.get("params") for g in got.groups)
         if adaptive and not moments:
             problems.append(f"the optimizer has param groups but no moments, after {trained} steps")
-    for module, found in _steps_by_module(steps).items():
+    for module, found in _group_steps_by_module(steps).items():
         apart = sorted(set(found.values()))
         if 0 not in apart and len(apart) > 1:
             few = " and ".join(f"{v:g}" for v in apart[:3])
             problems.append(f"{module} has parameters with optimizer steps {few}")
     slots: dict[str, set[str]] = {}
     for n in got.state:
-        slots.setdefault(slot_of(n), set()).add(fqn_of(n))
+        slots.setdefault(parse_slot(n), set()).add(parse_fqn(n))
     if "exp_avg" in slots and "exp_avg_sq" in slots:
         problems += [
             f"{n} has only one of exp_avg and exp_avg_sq" for n in sorted(slots["exp_avg"] ^ slots["exp_avg_sq"])
@@ -152,17 +158,19 @@ def _implausible_facts(got: Trace) -> list[str]:
     return problems
 
 
-def _steps_trained(trace: Trace) -> int:
-    """Return how many steps the training had done when the checkpoint was saved, as far as the trace knows."""
+def _count_trained_steps(trace: Trace) -> int:
+    """Return how many steps had been trained when the checkpoint was saved, by its counter or else by the start of
+    the run."""
     count = step_count(trace.values.get)
     return trace.start if count is None else count
 
 
-def _steps_by_module(steps: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Group optimizer steps, {FQN: step}, by module within a layer: {"layers.1.self_attn": {FQN: step}}, whose
-    parameters train together.
+def _group_steps_by_module(steps: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Group the step counts of the optimizer, {FQN: step}, by module within a layer: {"layers.1.self_attn": {FQN:
+    step}}.
 
-    Whole layers are not grouped, nor are lists of experts: an expert without tokens gets no gradient.
+    The parameters of such a module train together. Whole layers are not grouped, nor are lists of experts: an expert
+    without tokens gets no gradient.
     """
     out: dict[str, dict[str, float]] = {}
     for fqn, step in steps.items():
@@ -178,14 +186,18 @@ def _steps_by_module(steps: Mapping[str, float]) -> dict[str, dict[str, float]]:
 
 
 def check_state(reference: Trace, got: Trace, profile: str) -> list[Check]:
-    """Check names, shapes, fingerprints and scalars of tensors against the reference."""
+    """Check names, shapes and dtypes, fingerprints, and one-element tensors of the loaded state against the reference.
+
+    Returns:
+        The checks "state.names", "state.shapes", "state.digests" and "state.scalars".
+    """
     names = ("state.names", "state.shapes", "state.digests", "state.scalars")
-    why = state_obstacle(reference, got)
+    why = find_state_obstacle(reference, got)
     if why is not None:
         return [Check.unknown(n, why) for n in names]
     out = []
     if reference.state and got.state:
-        missing, extra = missing_and_extra(reference, got)
+        missing, extra = find_missing_and_extra_tensors(reference, got)
         parts = [f"{count_noun(len(missing), 'tensor')} missing"] if missing else []
         parts += [f"{len(extra)} that the reference does not have"] if extra else []
         out.append(Check.exact(names[0], missing + extra, f"the same {len(got.state)} tensors", ", ".join(parts)))
@@ -193,8 +205,8 @@ def check_state(reference: Trace, got: Trace, profile: str) -> list[Check]:
         out.append(Check.unknown(names[0], "the run or the reference does not list its tensors"))
     if got.failed is not None:
         return out + [Check.unknown(n, "the checkpoint could not be loaded") for n in names[1:]]
-    common = [n for n in reference.state if n in got.state and must_be_equal(n)]
-    other_shapes, other_dtypes = shape_differences(reference, got)
+    common = [n for n in reference.state if n in got.state and must_tensor_be_equal(n)]
+    other_shapes, other_dtypes = find_shape_and_dtype_differences(reference, got)
     shapes, dtypes = describe_changes(other_shapes, lambda shape: str(list(shape))), describe_changes(other_dtypes, str)
     rounded: list[str] = got.environment.get("as_stored") or []
     unknown: list[str] = got.environment.get("not_rounded") or []
@@ -214,7 +226,7 @@ def check_state(reference: Trace, got: Trace, profile: str) -> list[Check]:
     same = [n for n in common if n not in other_shapes and n not in other_dtypes]
     compared = [n for n in same if reference.state[n][2] and got.state[n][2]]
     if compared:
-        wrong = differing_tensors(reference, got)
+        wrong = list_differing_tensors(reference, got)
         good = f"equal bytes in all {len(compared)} tensors"
         if rounded:
             good += f"; {len(rounded)} of them are exactly the reference's rounded to {got.state[rounded[0]][0]}"
@@ -225,9 +237,11 @@ def check_state(reference: Trace, got: Trace, profile: str) -> list[Check]:
         out.append(Check.exact(names[2], wrong, good, bad))
     else:
         out.append(Check.unknown(names[2], "no tensor has a fingerprint on both sides"))
-    both = [n for n in reference.scalars if n in got.scalars and must_be_equal(n) and n not in {*rounded, *unknown}]
+    both = [
+        n for n in reference.scalars if n in got.scalars and must_tensor_be_equal(n) and n not in {*rounded, *unknown}
+    ]
     two = {n: (reference.scalars[n], got.scalars[n]) for n in both}
-    wrong = describe_changes({n: (a, b) for n, (a, b) in two.items() if not are_alike(float(a), float(b))})
+    wrong = describe_changes({n: (a, b) for n, (a, b) in two.items() if not are_equal_values(float(a), float(b))})
     if both:
         good = f"equal values of all {count_noun(len(both), 'tensor')} with one element"
         bad = f"{count_noun(len(wrong), 'tensor')} with one element {'differs' if len(wrong) == 1 else 'differ'}"
@@ -247,7 +261,12 @@ def check_configuration(reference: Trace, got: Trace) -> list[Check]:
         return [Check.unknown(f"config.{n}", "the checkpoint could not be loaded") for n in names]
     out = [_check_param_groups(reference, got), _check_scheduler(reference, got)]
     out += [_check_component(reference, got, n) for n in _WORDS]
-    return [*out, _check_values(reference, got), _check_tied(reference, got), _check_model_config(reference, got)]
+    return [
+        *out,
+        _check_other_values(reference, got),
+        _check_tied_parameters(reference, got),
+        _check_model_config(reference, got),
+    ]
 
 
 #: Components that have a check of their own, in words.
@@ -257,14 +276,14 @@ _WORDS = {"rng": "random states", "dataloader": "the dataloader's state", "scale
 def _check_param_groups(reference: Trace, got: Trace) -> Check:
     """Check the options of each parameter's group, and which parameters are in the optimizer."""
     name = "config.groups"
-    theirs, ours = options_by_parameter(reference), options_by_parameter(got)
+    theirs, ours = collect_options_by_parameter(reference), collect_options_by_parameter(got)
     if not theirs or not ours:
         who = "the run" if theirs else "the reference"
         return Check.unknown(name, f"{who} did not record its param groups (Recorder.state does)")
     if reference.start != got.start:
         return Check.unknown(name, f"the reference's param groups are those of step {reference.start}")
-    found, missing, extra = option_differences(reference, got)
-    lost, _ = lost_options(reference, got)
+    found, missing, extra = find_option_differences(reference, got)
+    lost, _ = find_lost_options(reference, got)
     problems = [describe_lost_options(got, lost)] if lost else []
     for key, where in found.items():
         first, (expected, value) = next(iter(where.items()))
@@ -291,7 +310,7 @@ def _check_scheduler(reference: Trace, got: Trace) -> Check:
     if found.is_lost:
         return Check.of(name, False, "the checkpoint has no scheduler state, but the reference has", 1, 0, "exact")
     if not found.compared and not found.missing:
-        return Check.unknown(name, _explain_absent(reference, got, "scheduler", "a scheduler's state"))
+        return Check.unknown(name, _explain_not_compared(reference, got, "scheduler", "a scheduler's state"))
     problems = found.changes
     if problems or not found.missing:
         return _mention_extra(
@@ -311,13 +330,13 @@ def _check_component(reference: Trace, got: Trace, component: str) -> Check:
         text = f"the checkpoint has lost {what}: {list_first(found.missing)}"
         return Check.of(name, False, text, len(found.missing), 0, "exact")
     if not found.compared and not found.missing:
-        return Check.unknown(name, _explain_absent(reference, got, component, what))
+        return Check.unknown(name, _explain_not_compared(reference, got, component, what))
     good = f"{what}: the same {count_noun(found.compared, 'value')}"
     return _mention_extra(Check.exact(name, found.problems, good, f"{what} differ"), found)
 
 
-def _explain_absent(reference: Trace, got: Trace, component: str, what: str) -> str:
-    """Return a text that says why nothing of a component was compared; `what` is the component in words."""
+def _explain_not_compared(reference: Trace, got: Trace, component: str, what: str) -> str:
+    """Return why nothing of a component was compared, as a text; `what` is the component in words."""
     if holds_live_state(reference):
         if reference.start != got.start:
             return f"the reference recorded {what} at step {reference.start}"
@@ -330,21 +349,22 @@ def _explain_absent(reference: Trace, got: Trace, component: str, what: str) -> 
             return f"build() gives nothing that has {what}"
         why = reference.unrecorded.get(component)
         return f"the reference did not record {what}" + (f" ({why})" if why else "")
-    theirs, ours = side_state_of(reference, component), side_state_of(got, component)
+    theirs, ours = select_side_state(reference, component), select_side_state(got, component)
     if not theirs:
         return f"the original checkpoint does not hold {what}" + ("" if ours else ", and neither does this one")
     return f"{what} cannot be compared: {list_first(theirs)} are objects of other classes"
 
 
 def _mention_extra(check: Check, found: SideStateDiff) -> Check:
-    """Return the check; its text is changed to name what only this side has, if there is anything."""
+    """Append to a check's text the values that only the run has, if there are any, and return the check."""
     if found.extra:
         check.text += f"; only here: {list_first(found.extra)}"
     return check
 
 
-def _check_values(reference: Trace, got: Trace) -> Check:
-    """Check counters, other values and tensors outside the job, and gradient clipping."""
+def _check_other_values(reference: Trace, got: Trace) -> Check:
+    """Check the trainer's counters, other stored values, tensors outside the job, and the bound of gradient
+    clipping."""
     name = "config.values"
     problems, extra, compared = list[str](), list[str](), 0
     for component in ("trainer", "extra", "model", "optim"):
@@ -363,8 +383,11 @@ def _check_values(reference: Trace, got: Trace) -> Check:
     return _mention_extra(out, SideStateDiff(extra=extra))
 
 
-def check_own_tying(got: Trace) -> Check | None:
-    """Check that the head is tied if the model's configuration says so; None if it does not, or if there is no head."""
+def check_configured_tying(got: Trace) -> Check | None:
+    """Check that the output head is tied to the embedding if the model's configuration says so.
+
+    None if it does not say so, or if there is no head.
+    """
     heads = [n for n in got.state if n.startswith("model.") and n.endswith("lm_head.weight")]
     if got.config is None or got.config.get("tie_word_embeddings") is not True or not heads:
         return None
@@ -374,17 +397,17 @@ def check_own_tying(got: Trace) -> Check | None:
     return Check.of("config.tied", False, text, 1, 0, "exact", heads[0].removeprefix("model."))
 
 
-def _check_tied(reference: Trace, got: Trace) -> Check:
+def _check_tied_parameters(reference: Trace, got: Trace) -> Check:
     """Check that the same parameters are tied on both sides."""
     name = "config.tied"
-    own = check_own_tying(got)
+    own = check_configured_tying(got)
     if own is not None and own.verdict == "fail":
         return own
     if not reference.tied and not reference.state and reference.parameters is None:
         return own or Check.unknown(
             name, "the reference did not record which parameters are tied (pass the model to Recorder)"
         )
-    theirs, ours = tied_groups(reference), tied_groups(got)
+    theirs, ours = collect_tied_groups(reference), collect_tied_groups(got)
     problems = [f"{' and '.join(sorted(g))} were tied and are not" for g in sorted(theirs - ours, key=sorted)]
     problems += [f"{' and '.join(sorted(g))} are tied and were not" for g in sorted(ours - theirs, key=sorted)]
     good = f"the same {count_noun(len(ours), 'tied parameter')}" if ours else "no parameter is tied on either side"
@@ -397,7 +420,7 @@ def _check_model_config(reference: Trace, got: Trace) -> Check:
     if reference.config is None or got.config is None:
         who = "the reference" if reference.config is None else "the run"
         return Check.unknown(name, f"{who} has no model configuration")
-    found = config_differences(reference.config, got.config)
+    found = find_model_config_differences(reference.config, got.config)
     return Check.exact(
         name, describe_changes(found), "the same configuration of the model", "the model's configuration differs"
     )

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ...printable import list_first
 from ..trace.model import SCHEMA, Trace, spell_non_finite, trace_to_json
-from .misfit import does_not_fit
+from .misfit import does_not_fit_job
 
 __all__ = ["Cause", "Check", "Report", "Word"]
 
@@ -129,9 +129,9 @@ class Report:
     causes: list[Cause] = field(default_factory=list)
     envelope: dict[str, list[float]] = field(default_factory=dict)
     calibrated: bool = False
-    metrics: dict[str, float] = field(default_factory=dict)  # gates.metrics: mfu, tokens_per_second, step_seconds, ...
+    metrics: dict[str, float] = field(default_factory=dict)  # `limits.compute_metrics`
     versions: dict[str, str] = field(default_factory=dict)  # of the launching process
-    not_verified: list[str] = field(default_factory=list)  # unverified.unverified: what no check could see
+    not_verified: list[str] = field(default_factory=list)  # what no check could see
     second: Trace | None = None
     time: str = ""  # when it was judged, UTC, ISO 8601
 
@@ -139,7 +139,7 @@ class Report:
     def word(self) -> str:
         """ "pass", "fail", "does not fit", "gate failed", "not comparable", or "no reference" if only the checks
         without one were run."""
-        if does_not_fit(self.reference, self.candidate):
+        if does_not_fit_job(self.reference, self.candidate):
             return "does not fit"
         if any(c.verdict == "fail" and c.stage != "gate" for c in self.checks):
             return "fail"

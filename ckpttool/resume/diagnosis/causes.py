@@ -16,46 +16,57 @@ from typing import Literal, NamedTuple
 
 from ...engine.opening import OpenCheckpoint
 from ...printable import list_first
-from ..compare.differences import state_obstacle
+from ..compare.differences import find_state_obstacle
 from ..compare.verdict import Cause, Check
-from ..text import fqn_of
+from ..text import parse_fqn
 from ..trace.model import Trace
 from .context import Context
 from .kinds import CauseKind
 from .rules_config import (
-    explain_data,
+    explain_differing_batches,
     explain_groups_and_scheduler,
     explain_lost_scheduler,
     explain_model_config,
     explain_side_state,
-    explain_tied,
+    explain_tied_parameters,
 )
 from .rules_numbers import (
-    explain_after,
+    explain_final_state,
     explain_gradient_scale,
-    explain_implausible,
+    explain_implausible_state,
     explain_loss_ranks,
     explain_not_finite,
     explain_probe_ranks,
     explain_round_trip,
-    explain_run,
-    explain_steps,
+    explain_run_failures,
+    explain_step_numbers,
 )
-from .rules_state import explain_absent, explain_held_values, explain_load, explain_shapes, explain_tensors
+from .rules_state import (
+    explain_held_values,
+    explain_load,
+    explain_missing_and_extra,
+    explain_shapes_and_dtypes,
+    explain_unequal_tensors,
+)
 
 __all__ = ["RULES", "find_causes"]
 
 
-def _put_what_failed_first(context: Context) -> None:
-    """Reorder the causes of a failed load: what is missing goes before the error, but only if that is about it, since
-    it says more."""
+def _reorder_load_causes(context: Context) -> None:
+    """Reorder the causes of a failed load: causes about what the error names, then the load itself, then all other
+    causes.
+
+    A lost scheduler state is added as a cause first. Does nothing if the load did not fail.
+    """
     failed = context.got.failed
     if failed is None:
         return
     explain_lost_scheduler(context)
     failure, *others = context.out
     about = [
-        c for c in others if c.kind == CauseKind.SCHEDULER_MISSING.label or any(fqn_of(n) in failed for n in c.tensors)
+        c
+        for c in others
+        if c.kind == CauseKind.SCHEDULER_MISSING.label or any(parse_fqn(n) in failed for n in c.tensors)
     ]
     context.out[:] = [*about, failure, *(c for c in others if c not in about)]
 
@@ -71,23 +82,23 @@ class Rule(NamedTuple):
 RULES = (
     Rule(explain_load),
     Rule(explain_held_values),
-    Rule(explain_absent, "state"),
-    Rule(explain_shapes, "state"),
-    Rule(explain_tensors, "state"),
-    Rule(_put_what_failed_first, "reference"),
-    Rule(explain_tied, "reference"),
+    Rule(explain_missing_and_extra, "state"),
+    Rule(explain_shapes_and_dtypes, "state"),
+    Rule(explain_unequal_tensors, "state"),
+    Rule(_reorder_load_causes, "reference"),
+    Rule(explain_tied_parameters, "reference"),
     Rule(explain_model_config, "reference"),
     Rule(explain_groups_and_scheduler, "reference"),
     Rule(explain_side_state, "reference"),
-    Rule(explain_data, "reference"),
-    Rule(explain_implausible),
+    Rule(explain_differing_batches, "reference"),
+    Rule(explain_implausible_state),
     Rule(explain_not_finite),
     Rule(explain_probe_ranks),
     Rule(explain_gradient_scale, "reference"),
-    Rule(explain_steps, "reference"),
+    Rule(explain_step_numbers, "reference"),
     Rule(explain_loss_ranks),
-    Rule(explain_run),
-    Rule(explain_after, "reference"),
+    Rule(explain_run_failures),
+    Rule(explain_final_state, "reference"),
     Rule(explain_round_trip),
 )
 
@@ -114,7 +125,7 @@ def find_causes(
         return []
     met = {"run"}
     if reference is not None:
-        met |= {"reference"} if state_obstacle(reference, got) is not None else {"reference", "state"}
+        met |= {"reference"} if find_state_obstacle(reference, got) is not None else {"reference", "state"}
     for rule in RULES:
         if rule.needs in met:
             rule.explain(context)

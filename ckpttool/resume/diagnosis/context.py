@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from ...engine.opening import OpenCheckpoint
 from ...engine.tensor_faults.tensor_kinds import TensorKind
 from ..compare.verdict import Cause, Check
-from ..text import component_of
+from ..text import parse_component
 from ..trace.model import Trace
-from .kinds import CauseKind, Topic, name_kind
+from .kinds import CauseKind, Topic, format_kind_name
 
 __all__ = ["Context"]
 
@@ -71,5 +71,5 @@ class Context:
         """
         if explains is None:
             explains = kind.explains
-        self.explained.update({component_of(n) for n in tensors} if explains is None else explains)
-        self.out.append(Cause(name_kind(kind, name), text, list(evidence), list(tensors), place))
+        self.explained.update({parse_component(n) for n in tensors} if explains is None else explains)
+        self.out.append(Cause(format_kind_name(kind, name), text, list(evidence), list(tensors), place))

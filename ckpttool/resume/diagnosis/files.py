@@ -15,17 +15,24 @@ from typing import TYPE_CHECKING
 from ...engine.copy.dtypes import numpy_dtype
 from ...engine.copy.stream import Reader, StreamJob
 from ...engine.opening import OpenCheckpoint
-from ...engine.tensor_faults.tensor_diff import VAGUE, TensorDiff, compare_tensors, differs_in
+from ...engine.tensor_faults.tensor_diff import VAGUE, TensorDiff, compare_tensors, differ_in_box
 from ...errors import CkpttoolError
 from ...index import boxes
 from ...index.checkpoint import ITEMSIZE, Checkpoint, Chunk
-from ..text import fqn_of, slot_of
-from .related_tensors import find_related
+from ..text import parse_fqn, parse_slot
+from .related_tensors import find_related_tensor
 
 if TYPE_CHECKING:
     from ...engine.tensor_faults.tensor_bits import Array
 
-__all__ = ["FaultyFiles", "Inspected", "file_of", "find_faulty_files", "inspect_tensors", "place_of"]
+__all__ = [
+    "FaultyFiles",
+    "Inspected",
+    "describe_element_place",
+    "find_faulty_files",
+    "find_file_of_element",
+    "inspect_tensors",
+]
 
 #: How many differing tensors are read in any case, the most bytes of one, and of all that are read besides.
 _LOOK = 8
@@ -54,19 +61,25 @@ class FaultyFiles:
     theirs: bool
 
     def __str__(self) -> str:
-        names = [name if (rank := _rank_of_file(name)) is None else f"{name} (rank {rank})" for name in self.files]
+        names = [
+            name if (rank := _parse_rank_of_file(name)) is None else f"{name} (rank {rank})" for name in self.files
+        ]
         return " and ".join(names) + (" of the reference" if self.theirs else "")
 
 
 def inspect_tensors(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequence[str]) -> dict[str, Inspected]:
-    """Read some of these tensors in the files of both checkpoints, and find how they differ: {name: how}.
+    """Read some tensors in the files of both checkpoints, and find how they differ.
 
-    First come one of every slot (weights, exp_avg, ...), then the first ones, then as many as are soon read. Tensors of
-    other shapes, too large or damaged ones are left out.
+    One tensor of every slot (weights, exp_avg, ...) comes first, then `names` in order: 8 tensors are read, and more
+    while all together have at most 64 MiB. Tensors with different shapes, of more than 1 GiB or in damaged files are
+    left out.
 
     Args:
         opened: the reference and the other checkpoint.
         names: canonical names.
+
+    Returns:
+        {canonical name: how the tensor differs} of those that were read, in the order of `names`.
     """
     left, right = (o.locate() for o in opened)
 
@@ -80,16 +93,16 @@ def inspect_tensors(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequen
     def look(n: str) -> Inspected:
         """Read a tensor in both checkpoints, and find how and in which files it differs."""
         expected, got = _read_array(opened[0], left, n), _read_array(opened[1], right, n)
-        found = compare_tensors(expected, got, may_have_heads(n))
+        found = compare_tensors(expected, got, may_have_attention_heads(n))
         if found is None:
             return Inspected(None, (frozenset(), frozenset()))
         if found.way in VAGUE:
-            found = find_related(left, read, n, found, got) or found
+            found = find_related_tensor(left, read, n, found, got) or found
         files = tuple(
             frozenset(
                 chunk.extent.file
                 for chunk in ckpt.tensors[n].chunks
-                if differs_in(
+                if differ_in_box(
                     expected, got, tuple(slice(s, s + k) for s, k in zip(chunk.start, chunk.shape, strict=True))
                 )
             )
@@ -98,7 +111,7 @@ def inspect_tensors(opened: tuple[OpenCheckpoint, OpenCheckpoint], names: Sequen
         return Inspected(found, (files[0], files[1]))
 
     fit = [n for n in names if readable(n, n)]
-    heads = list({slot_of(n): n for n in reversed(fit)}.values())
+    heads = list({parse_slot(n): n for n in reversed(fit)}.values())
     chosen: set[str] = set()
     total = 0
     for n in dict.fromkeys([*heads, *fit]):
@@ -120,34 +133,36 @@ _NO_HEADS = re.compile(r"mlp|ffn|feed_?forward|gate|up_proj|down_proj|experts?|e
 _HEADS = re.compile(r"att|qkv|query|key|\bw?[qk]\b|[qk]_proj")
 
 
-def may_have_heads(name: str) -> bool:
-    """Tell whether a tensor may have heads of attention, by its name."""
-    fqn = fqn_of(name)
+def may_have_attention_heads(name: str) -> bool:
+    """Tell whether a tensor, by its canonical name, may consist of attention heads."""
+    fqn = parse_fqn(name)
     return _NO_HEADS.search(fqn) is None or _HEADS.search(fqn) is not None
 
 
 def find_faulty_files(
     opened: tuple[OpenCheckpoint, OpenCheckpoint], looked: Mapping[str, Inspected], wrong: Sequence[str]
 ) -> FaultyFiles | None:
-    """Find the one or two files that have every difference, if most of what they hold differs and nothing of any other
-    file does; None otherwise.
+    """Find one or two files of a checkpoint that contain a part of every differing tensor.
+
+    None if there are no such files, if they are all its files, if less than two thirds of the tensors in them differ,
+    or if fewer than three differing tensors were read.
 
     Args:
-        opened: the reference and the other checkpoint.
+        opened: the reference and the other checkpoint, whose files are tried first.
         looked: what `inspect_tensors` returned.
         wrong: canonical names of all tensors that differ.
     """
     names = [n for n, found in looked.items() if found.diff is not None]
     if len(names) < _FEWEST:
         return None
-    slots = {slot_of(n) for n in wrong}
+    slots = {parse_slot(n) for n in wrong}
     for side in (1, 0):
         ckpt = opened[side].locate()
         files = set().union(*(looked[n].files[side] for n in names))
         of = {
             n: set(t.chunks.file)
             for n, t in ckpt.tensors.items()
-            if t.component in ("model", "optim") and t.numel > 1 and slot_of(n) in slots
+            if t.component in ("model", "optim") and t.numel > 1 and parse_slot(n) in slots
         }
         if len(files) > 2 or not set().union(*of.values()) > files:
             continue
@@ -175,8 +190,8 @@ def _read_array(opened: OpenCheckpoint, ckpt: Checkpoint, name: str) -> Array:
     return out.reshape(entry.shape)
 
 
-def file_of(ckpt: Checkpoint, name: str, flat: int) -> str | None:
-    """Return the file that holds an element of a tensor; None if no chunk (a stored part of a tensor) contains it.
+def find_file_of_element(ckpt: Checkpoint, name: str, flat: int) -> str | None:
+    """Return the file that contains an element of a tensor; None if no chunk (a stored part of a tensor) contains it.
 
     `flat` is the row-major index of the element.
     """
@@ -184,11 +199,11 @@ def file_of(ckpt: Checkpoint, name: str, flat: int) -> str | None:
     return None if chunk is None else ckpt.files[chunk.extent.file]
 
 
-def place_of(ckpt: Checkpoint, name: str, flat: int) -> str | None:
-    """Return a text about where an element of a tensor is: file, bytes of its chunk, and the rank of the shard if file
-    names tell it.
+def describe_element_place(ckpt: Checkpoint, name: str, flat: int) -> str | None:
+    """Return a text about where an element of a tensor is stored: the file, and the bytes and box of its chunk.
 
-    None if no chunk (a stored part of a tensor) contains it. `flat` is the row-major index of the element.
+    The rank of the shard is added if the file's name has it. None if no chunk (a stored part of a tensor) contains the
+    element. `flat` is the row-major index of the element.
     """
     chunk, at = _find_chunk(ckpt, name, flat)
     if chunk is None:
@@ -201,7 +216,7 @@ def place_of(ckpt: Checkpoint, name: str, flat: int) -> str | None:
         inside = sum((i - s) * k for i, s, k in zip(at, chunk.start, steps, strict=True))
         text += f", first difference at byte {offset + inside * ITEMSIZE[entry.dtype]}"
     box = ", ".join(f"{s}:{s + n}" for s, n in zip(chunk.start, chunk.shape, strict=True))
-    rank = _rank_of_file(file)
+    rank = _parse_rank_of_file(file)
     whose = "" if rank is None else f"rank {rank}'s shard, "
     return f"{text} ({whose}[{box}] of {list(entry.shape)})" if box else text
 
@@ -225,8 +240,8 @@ def _find_chunk(ckpt: Checkpoint, name: str, flat: int) -> tuple[Chunk | None, l
     return None, at
 
 
-def _rank_of_file(file: str) -> int | None:
-    """Return the rank that wrote a file, from the file names of DCP, ZeRO and FSDP1; None if its name does not tell."""
+def _parse_rank_of_file(file: str) -> int | None:
+    """Return the rank in the name of a file of DCP, ZeRO or FSDP1; None if the name has none."""
     name = file.rpartition("/")[2]
     for pattern in (
         r"^__(\d+)_\d+\.distcp$",

@@ -15,7 +15,7 @@ from typing import Literal
 
 from ...engine.tensor_faults.tensor_kinds import TensorKind
 
-__all__ = ["CauseKind", "Topic", "list_kinds", "name_kind"]
+__all__ = ["CauseKind", "Topic", "format_kind_name", "list_kinds"]
 
 #: What a cause explains besides itself.
 Topic = Literal["weights", "optimizer", "gradients", "data", "rates"]
@@ -109,8 +109,8 @@ class CauseKind(Enum):
         self.label, self.sentence, self.explains = label, sentence, explains
 
 
-def name_kind(kind: CauseKind | TensorKind, name: str = "") -> str:
-    """Return the name of a kind as in JSON, with the option or dtype `name` that it is about: "option-lr"; "" for
+def format_kind_name(kind: CauseKind | TensorKind, name: str = "") -> str:
+    """Return the name of a kind as in JSON, such as "option-lr"; `name` is the option or dtype it is about, "" for
     none."""
     return f"{kind.label}-{name}" if name else kind.label
 
@@ -118,4 +118,4 @@ def name_kind(kind: CauseKind | TensorKind, name: str = "") -> str:
 def list_kinds() -> dict[str, str]:
     """Return {name: sentence} of all kinds, causes first; the anchor of each in faults.md is its name."""
     suffixes: dict[CauseKind | TensorKind, str] = {CauseKind.OPTION: "NAME", TensorKind.ROUNDED: "DTYPE"}
-    return {name_kind(k, suffixes.get(k, "")): k.sentence for k in (*CauseKind, *TensorKind)}
+    return {format_kind_name(k, suffixes.get(k, "")): k.sentence for k in (*CauseKind, *TensorKind)}

@@ -14,12 +14,12 @@ from ...engine.tensor_faults.tensor_bits import dtype_epsilon, is_floating
 from ...engine.tensor_faults.tensor_diff import TensorDiff, compare_tensors, find_rounded_dtype
 from ...engine.tensor_faults.tensor_kinds import TensorKind
 from ...index.checkpoint import Checkpoint
-from ..text import fqn_of, slot_of
+from ..text import parse_fqn, parse_slot
 
 if TYPE_CHECKING:
     from ...engine.tensor_faults.tensor_bits import Array
 
-__all__ = ["find_related", "side_tensors_of"]
+__all__ = ["find_related_tensor", "yield_side_tensors"]
 
 #: Kinds that only equal values can have.
 _TELLING = frozenset((TensorKind.ABSOLUTE, TensorKind.NEGATED, TensorKind.ROUNDED, TensorKind.DTYPE))
@@ -30,38 +30,39 @@ _FACTORS = (("lora_a", "lora_b"), ("lora_down", "lora_up"))
 Read = Callable[[str], "Array | None"]
 
 
-def find_related(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Array) -> TensorDiff | None:
-    """Find whether what a tensor holds follows from other tensors of the reference; None if it does not.
+def find_related_tensor(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Array) -> TensorDiff | None:
+    """Find whether the values of a tensor come from other tensors of the reference.
 
     Args:
         ckpt: the reference.
-        read: returns the array of a tensor of the reference by its name, None if it is too large.
-        name: of the tensor.
-        found: how it differs from its own reference.
-        got: what it holds.
+        read: returns the array of one of its tensors by name, or None if that is too large.
+        name: canonical name of the tensor.
+        found: how the tensor differs from the reference's tensor of that name.
+        got: the tensor's values.
+
+    Returns:
+        `found` with the kind and text of that relation; None if there is no relation.
     """
-    if slot_of(name) == "weights":
+    if parse_slot(name) == "weights":
         return _find_side_tensor(ckpt, read, name, found, got) or _find_merged_lora(ckpt, read, name, found, got)
     return _find_other_moment(ckpt, read, name, found, got)
 
 
 def _find_other_moment(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Array) -> TensorDiff | None:
-    """Find another slot of the same parameter's optimizer state whose values a slot holds (exp_avg those of
-    exp_avg_sq); None if none.
+    """Find whether a slot holds the values of another slot of the same parameter, such as exp_avg those of exp_avg_sq.
 
-    The arguments are a reference checkpoint, its reader, the name of the tensor, how it differs and what it holds.
+    Arguments and result are those of `find_related_tensor`.
     """
     for other in ckpt.tensors:
-        if other != name and slot_of(other) != "weights" and fqn_of(other) == fqn_of(name):
-            text = _describe_if_same(read(other), got, f"the values of {slot_of(other)}")
+        if other != name and parse_slot(other) != "weights" and parse_fqn(other) == parse_fqn(name):
+            text = _describe_equal_values(read(other), got, f"the values of {parse_slot(other)}")
             if text is not None:
                 return replace(found, way=TensorKind.MOMENTS_COPIED, text=text, plain=text)
     return None
 
 
-def side_tensors_of(names: Iterable[str], fqn: str) -> Iterator[tuple[str, str]]:
-    """Yield (name, what is before the FQN in it) of those tensors outside model and optimizer that belong to a
-    parameter.
+def yield_side_tensors(names: Iterable[str], fqn: str) -> Iterator[tuple[str, str]]:
+    """Yield (name, its prefix before the FQN) of the tensors outside model and optimizer that belong to a parameter.
 
     `names` are canonical names, such as "extra.ema.model.norm.weight".
     """
@@ -71,22 +72,21 @@ def side_tensors_of(names: Iterable[str], fqn: str) -> Iterator[tuple[str, str]]
 
 
 def _find_side_tensor(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Array) -> TensorDiff | None:
-    """Find a tensor outside model and optimizer, such as an average, whose values a weight holds; None if none.
+    """Find whether a weight holds the values of a tensor outside model and optimizer, such as an average.
 
-    The arguments are a reference checkpoint, its reader, the name of the weight, how it differs and what it holds.
+    Arguments and result are those of `find_related_tensor`.
     """
-    for other, at in side_tensors_of(ckpt.tensors, fqn_of(name)):
-        text = _describe_if_same(read(other), got, f"the values that the reference has in {at}")
+    for other, at in yield_side_tensors(ckpt.tensors, parse_fqn(name)):
+        text = _describe_equal_values(read(other), got, f"the values that the reference has in {at}")
         if text is not None:
             return replace(found, way=TensorKind.COPIED, text=text, plain=text)
     return None
 
 
-def _describe_if_same(other: Array | None, got: Array, whose: str) -> str | None:
-    """Return a text "holds ..." if `got` holds the values of `other`, perhaps rounded, or with other signs or dtype;
-    None otherwise.
+def _describe_equal_values(other: Array | None, got: Array, whose: str) -> str | None:
+    """Return a text "holds ..." if `got` has the values of `other`, up to rounding, sign or dtype; None otherwise.
 
-    `other` is None if it could not be read; `whose` names its values.
+    `other` is None if it could not be read; `whose` describes its values.
     """
     if other is None or other.shape != got.shape:
         return None
@@ -97,13 +97,13 @@ def _describe_if_same(other: Array | None, got: Array, whose: str) -> str | None
 
 
 def _find_merged_lora(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Array) -> TensorDiff | None:
-    """Find whether a weight is the reference plus a multiple of the product of its adapter's two factors; None if not.
+    """Find whether a weight is the reference's plus a multiple of the product of its two LoRA factors.
 
-    The arguments are a reference checkpoint, its reader, the name of the weight, how it differs and what it holds.
+    Arguments and result are those of `find_related_tensor`.
     """
     import numpy as np
 
-    for names, words in _lora_factors(ckpt, name) if got.ndim == 2 and is_floating(got) else ():
+    for names, words in _yield_lora_factors(ckpt, name) if got.ndim == 2 and is_floating(got) else ():
         base, down, up = (read(n) for n in (name, *names))
         if base is None or down is None or up is None or down.ndim != 2 or up.ndim != 2:
             continue
@@ -114,7 +114,7 @@ def _find_merged_lora(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff
             * dtype_epsilon(got if coarse is None else np.empty(0, coarse))
             * float(np.linalg.norm(got.astype(np.float32)))
         )
-        for product in _factor_products(down.astype(np.float32), up.astype(np.float32), got.shape):
+        for product in _yield_factor_products(down.astype(np.float32), up.astype(np.float32), got.shape):
             size = float(np.linalg.norm(product))
             scale = float(np.vdot(product, change)) / size**2 if size else 0.0
             rest = float(np.linalg.norm(change - scale * product))
@@ -127,10 +127,10 @@ def _find_merged_lora(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff
     return None
 
 
-def _lora_factors(ckpt: Checkpoint, name: str) -> Iterator[tuple[tuple[str, str], str]]:
-    """Yield ((names of the two factors, the one that is applied first before the other), their product in words) of a
-    weight's LoRA adapters."""
-    of = fqn_of(name).removesuffix(".weight").removesuffix(".base_layer").removesuffix(".base") + "."
+def _yield_lora_factors(ckpt: Checkpoint, name: str) -> Iterator[tuple[tuple[str, str], str]]:
+    """Yield ((name of the factor applied first, name of the other), text of their product) of a weight's LoRA
+    adapters."""
+    of = parse_fqn(name).removesuffix(".weight").removesuffix(".base_layer").removesuffix(".base") + "."
     for one in ckpt.tensors:
         if not one.startswith("model." + of):
             continue
@@ -142,8 +142,8 @@ def _lora_factors(ckpt: Checkpoint, name: str) -> Iterator[tuple[tuple[str, str]
                 )
 
 
-def _factor_products(down: Array, up: Array, shape: tuple[int, ...]) -> Iterator[Array]:
-    """Yield the products of two factors that have this shape, in any orientation."""
+def _yield_factor_products(down: Array, up: Array, shape: tuple[int, ...]) -> Iterator[Array]:
+    """Yield the products of two factors, in either order and transposed if necessary, that have the given shape."""
     for x, y in ((up, down), (down, up)):
         if x.shape[1] == y.shape[0]:
             if (x.shape[0], y.shape[1]) == shape:

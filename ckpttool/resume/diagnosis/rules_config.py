@@ -14,17 +14,17 @@ from typing import Any
 from ...errors import argument
 from ...printable import count_noun, list_first
 from ..compare.differences import (
-    common_inputs,
-    common_steps,
-    config_differences,
+    collect_options_by_parameter,
+    compare_common_inputs,
     describe_lost_options,
-    differing_inputs,
-    lost_options,
-    option_differences,
-    options_by_parameter,
-    rates_by_group,
+    find_lost_options,
+    find_model_config_differences,
+    find_option_differences,
+    list_differing_inputs,
+    pair_common_steps,
+    pair_learning_rates,
 )
-from ..compare.side_state_differences import compare_side_state, side_state_of
+from ..compare.side_state_differences import compare_side_state, select_side_state
 from ..text import describe_changes
 from ..trace.model import Step, Trace
 from .context import Context
@@ -44,17 +44,17 @@ _TRAINED = (
 )
 
 __all__ = [
-    "explain_data",
+    "explain_differing_batches",
     "explain_groups_and_scheduler",
     "explain_lost_scheduler",
     "explain_model_config",
     "explain_side_state",
-    "explain_tied",
+    "explain_tied_parameters",
 ]
 
 
-def explain_tied(context: Context) -> None:
-    """Add a cause for parameters that share their data (are tied) on one side alone, if that check failed."""
+def explain_tied_parameters(context: Context) -> None:
+    """Add a cause for parameters that are tied on one side only, if that check failed."""
     check = context.failed.get("config.tied")
     if check is not None:
         names = [check.where] if check.where else []
@@ -71,7 +71,7 @@ def explain_model_config(context: Context) -> None:
     reference = context.expected
     if "config.model" not in context.failed or reference.config is None or context.got.config is None:
         return
-    found = config_differences(reference.config, context.got.config)
+    found = find_model_config_differences(reference.config, context.got.config)
     text = f"the model's configuration differs: {list_first(describe_changes(found))}"
     context.add(CauseKind.MODEL_CONFIGURATION, text, context.failed_texts("probe.logits", "step1.loss"))
 
@@ -82,8 +82,8 @@ def explain_param_groups(context: Context) -> None:
     reference = context.expected
     if "config.groups" not in context.failed:
         return
-    found, missing, extra = option_differences(reference, context.got)
-    lost, _ = lost_options(reference, context.got)
+    found, missing, extra = find_option_differences(reference, context.got)
+    lost, _ = find_lost_options(reference, context.got)
     if lost and all(c.kind != CauseKind.OPTIMIZER_MISSING.label for c in context.out):
         text = (
             f"{describe_lost_options(context.got, lost)}: this job goes on with its own, and another loader takes "
@@ -91,7 +91,7 @@ def explain_param_groups(context: Context) -> None:
         )
         names = list(dict.fromkeys(n for where in lost.values() for n in where))
         context.add(CauseKind.OPTIONS_LOST, text, context.failed_texts("config.groups"), names)
-    known = options_by_parameter(context.got)
+    known = collect_options_by_parameter(context.got)
     for key, where in found.items():
         if key in ("lr", "initial_lr") and "rates" in context.explained:
             continue
@@ -123,8 +123,8 @@ def explain_param_groups(context: Context) -> None:
 
 
 def explain_groups_and_scheduler(context: Context) -> None:
-    """Add causes about options of param groups and the scheduler; its own first if its state differs, since learning
-    rates follow from it."""
+    """Add causes about param groups and scheduler; the scheduler's first if its state differs, since it sets
+    learning rates."""
     rules = [explain_param_groups, explain_scheduler]
     for rule in reversed(rules) if "config.scheduler" in context.failed else rules:
         rule(context)
@@ -135,8 +135,8 @@ def explain_lost_scheduler(context: Context) -> None:
     reference = context.expected
     if (
         "scheduler" in (context.got.failed or "")
-        and side_state_of(reference, "scheduler")
-        and not side_state_of(context.got, "scheduler")
+        and select_side_state(reference, "scheduler")
+        and not select_side_state(context.got, "scheduler")
     ):
         context.add(
             CauseKind.SCHEDULER_MISSING,
@@ -223,9 +223,12 @@ def _is_usually_undecayed(name: str) -> bool:
 
 
 def _explain_learning_rates(reference: Trace, got: Trace) -> tuple[CauseKind, str]:
-    """Return (kind, text) of the cause of learning rates that are not the reference's; they must differ in a step."""
-    known = [(a, b) for a, b in common_steps(reference, got) if a.learning_rates and b.learning_rates]
-    a, b = next((x, y) for x, y in known if any(u != v for _, u, v in rates_by_group(reference, got, x, y)))
+    """Find why learning rates differ from the reference's, such as a restarted scheduler: (kind of cause, text).
+
+    They must differ in at least one common step.
+    """
+    known = [(a, b) for a, b in pair_common_steps(reference, got) if a.learning_rates and b.learning_rates]
+    a, b = next((x, y) for x, y in known if any(u != v for _, u, v in pair_learning_rates(reference, got, x, y)))
     ours, theirs = b.learning_rates or [], a.learning_rates or []
     by = {s.step: s.learning_rates for s in reference.steps if s.learning_rates}
     for gap in sorted({t - b.step for t in by} - {0}, key=abs):
@@ -255,10 +258,12 @@ def _explain_learning_rates(reference: Trace, got: Trace) -> tuple[CauseKind, st
     return CauseKind.LEARNING_RATE, f"the learning rates are {ours!r} and were {theirs!r} in step {b.step}"
 
 
-def _describe_inputs(wrong: Sequence[tuple[Step, Step]]) -> str | None:
-    """Return a text about the tensors of samples that differ where others are equal, such as their masks; None where
-    all differ. `wrong` are the steps whose batches differ, (expected, found)."""
-    every = [common_inputs(x, y) for x, y in wrong]
+def _describe_differing_inputs(wrong: Sequence[tuple[Step, Step]]) -> str | None:
+    """Return a text about which keys of the samples (such as masks) differ while others are equal; None if all differ.
+
+    `wrong` are the steps whose batches differ, (expected, found).
+    """
+    every = [compare_common_inputs(x, y) for x, y in wrong]
     keys = [k for k in (every[0] if every else ()) if not all(same.get(k, True) for same in every)]
     equal = [k for k in (every[0] if every else ()) if k not in keys]
     if not equal:
@@ -271,13 +276,13 @@ def _describe_inputs(wrong: Sequence[tuple[Step, Step]]) -> str | None:
     )
 
 
-def _batch_of(step: Step) -> str:
-    """Return what tells the batch of a step from others: the digest of its token ids, or else those of its tensors."""
+def _identify_batch(step: Step) -> str:
+    """Return a text that identifies the batch of a step: the digest of its token ids, or else those of its tensors."""
     return step.batch or repr(sorted(step.inputs.items()))
 
 
-def explain_data(context: Context) -> None:
-    """Add a cause for batches that differ, or are those of other steps, if that check failed."""
+def explain_differing_batches(context: Context) -> None:
+    """Add a cause for batches that differ or are those of other steps, if that check failed."""
     reference = context.expected
     if "step1.batch" not in context.failed and "steps.batch" not in context.failed:
         return
@@ -294,8 +299,8 @@ def explain_data(context: Context) -> None:
             evidence,
         )
         return
-    wrong = [(x, y) for x, y in common_steps(a, b) if differing_inputs(x, y)]
-    if (inputs := _describe_inputs(wrong)) is not None:
+    wrong = [(x, y) for x, y in pair_common_steps(a, b) if list_differing_inputs(x, y)]
+    if (inputs := _describe_differing_inputs(wrong)) is not None:
         context.add(CauseKind.DATA_INPUTS, inputs, evidence)
         return
     tokens = [(x.tokens, y.tokens) for x, y in wrong if x.tokens and y.tokens and x.tokens != y.tokens]
@@ -306,8 +311,8 @@ def explain_data(context: Context) -> None:
         return
     of: dict[str, int] = {}
     for s in a.steps:
-        of.setdefault(_batch_of(s), s.step)
-    gaps = Counter(of[_batch_of(y)] - y.step for _, y in wrong if _batch_of(y) in of)
+        of.setdefault(_identify_batch(s), s.step)
+    gaps = Counter(of[_identify_batch(y)] - y.step for _, y in wrong if _identify_batch(y) in of)
     if not gaps and (found := describe_row_mismatch(a, b, wrong)) is not None:
         context.add(*found, evidence)
         return

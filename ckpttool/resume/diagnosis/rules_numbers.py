@@ -15,29 +15,29 @@ from statistics import median
 from ...engine.tensor_faults.tensor_kinds import TensorKind
 from ...printable import count_noun, list_first
 from ..compare.differences import (
-    first_common_step,
-    non_finite_values,
-    optimizer_steps,
-    options_by_parameter,
-    package_differences,
-    relative_deviation,
-    tensor_deviations,
+    collect_optimizer_steps,
+    collect_options_by_parameter,
+    compute_relative_deviation,
+    find_first_common_step,
+    find_non_finite_values,
+    find_package_differences,
+    measure_tensor_deviations,
 )
-from ..text import describe_selection, fqn_of, readable_name
+from ..text import describe_selection, parse_fqn, to_readable_name
 from ..trace.model import Step, Trace
 from .context import Context
 from .kinds import CauseKind
 
 __all__ = [
-    "explain_after",
+    "explain_final_state",
     "explain_gradient_scale",
-    "explain_implausible",
+    "explain_implausible_state",
     "explain_loss_ranks",
     "explain_not_finite",
     "explain_probe_ranks",
     "explain_round_trip",
-    "explain_run",
-    "explain_steps",
+    "explain_run_failures",
+    "explain_step_numbers",
 ]
 
 
@@ -49,13 +49,13 @@ _UPDATES = frozenset(("step1.update_norm", "step1.worst_update", "step1.update_d
 _ALIKE = 10.0
 
 
-def explain_implausible(context: Context) -> None:
-    """Add a cause for a state that no training leaves, if that check failed and no earlier cause is about the
+def explain_implausible_state(context: Context) -> None:
+    """Add a cause for a state that no training produces, if that check failed and no earlier cause is about the
     optimizer."""
     if "state.plausible" not in context.failed or "optimizer" in context.explained:
         return
     got, text = context.got, context.failed["state.plausible"].text
-    steps = optimizer_steps(got)
+    steps = collect_optimizer_steps(got)
     if steps and all(v == 0 for v in steps.values()):
         moments = any(n.endswith(".exp_avg") for n in got.state)
         also = ": the moments were restored, the step was not" if moments else ""
@@ -70,7 +70,7 @@ def explain_not_finite(context: Context) -> None:
     """Add a cause for the first step with NaN or infinity, if there is one."""
     if "run.finite" not in context.failed:
         return
-    step, found = next((s, found) for s in context.got.steps if (found := list(non_finite_values(s))))
+    step, found = next((s, found) for s in context.got.steps if (found := list(find_non_finite_values(s))))
     tensors = [w.partition(" of ")[2] for w, _ in found if " of " in w]
     grads = all(math.isfinite(v) for v in step.grads.values()) and math.isfinite(step.loss)
     text = f"numbers are not finite from step {step.step} on, first {found[0][0]} ({found[0][1]})"
@@ -90,10 +90,10 @@ def explain_not_finite(context: Context) -> None:
 
 
 def explain_gradient_scale(context: Context) -> None:
-    """Add a cause for a grad norm that is a whole multiple of the reference's, or a whole part of it, while the loss is
-    the same."""
+    """Add a cause if the grad norm is an integer multiple or fraction of the reference's, while the loss is the
+    same."""
     reference = context.expected
-    first = first_common_step(reference, context.got)
+    first = find_first_common_step(reference, context.got)
     if "step1.grad_norm" not in context.failed or not context.passed("step1.loss") or first is None:
         return
     a, b = first
@@ -105,7 +105,7 @@ def explain_gradient_scale(context: Context) -> None:
     if n < 2 or abs(times / n - 1) > 1e-3:
         return
     every = [b.grads[k] / a.grads[k] for k in a.grads if a.grads[k] and k in b.grads]
-    if every and relative_deviation(median(every), ratio) > 0.05:
+    if every and compute_relative_deviation(median(every), ratio) > 0.05:
         return
     whose = ""
     if n == context.got.world_size:
@@ -120,18 +120,20 @@ def explain_gradient_scale(context: Context) -> None:
     context.add(CauseKind.GRADIENT_SCALE, text, context.failed_texts("step1.grad_norm"))
 
 
-def explain_steps(context: Context) -> None:
-    """Add causes from the numbers of steps alone, where nothing exact has explained them; what else the two sides ran
-    is among their evidence."""
+def explain_step_numbers(context: Context) -> None:
+    """Add causes that follow from the numbers of the steps alone, if no earlier cause explains these.
+
+    Differences between the two environments are added to their evidence.
+    """
     before = len(context.out)
-    _explain_numbers(context, context.expected)
+    _explain_deviating_numbers(context, context.expected)
     for cause in context.out[before:]:
-        cause.evidence.extend(_environment_changes(context, context.expected))
+        cause.evidence.extend(_describe_environment_changes(context, context.expected))
 
 
-def _explain_numbers(context: Context, reference: Trace) -> None:
-    """Add causes from the numbers of steps alone."""
-    first = first_common_step(reference, context.got)
+def _explain_deviating_numbers(context: Context, reference: Trace) -> None:
+    """Add causes for logits, losses, gradients and updates that deviate, without those that earlier causes explain."""
+    first = find_first_common_step(reference, context.got)
     weights, data = "weights" in context.explained, "data" in context.explained
     same = context.passed("state.digests") and context.passed("state.names")
     if "probe.logits" in context.failed and not weights:
@@ -152,7 +154,7 @@ def _explain_numbers(context: Context, reference: Trace) -> None:
         evidence = context.failed_texts("step1.loss", "step1.grad_norm")
         if reference.dropout or context.got.dropout:
             _explain_dropout(context, reference, evidence)
-        elif same and context.passed("step1.batch") and (apart := _small_logit_deviation(context)):
+        elif same and context.passed("step1.batch") and (apart := _find_small_logit_deviation(context)):
             text = (
                 f"weights and batch are equal, the logits deviate by {apart:.2g}, which is within their bound, and the "
                 "loss deviates about as much: the model's configuration (eps of the norms, rope theta), or other "
@@ -184,7 +186,7 @@ def _explain_numbers(context: Context, reference: Trace) -> None:
         weights = True
     if first is None:
         return
-    _explain_frozen(context, reference, *first)
+    _explain_frozen_parameters(context, reference, *first)
     ruled_out = weights or data or "gradients" in context.explained
     if not ruled_out and _GRADIENTS & context.failed.keys():
         _explain_gradients(context, reference, *first)
@@ -204,10 +206,11 @@ def _explain_numbers(context: Context, reference: Trace) -> None:
             context.add(kind, f"the first step agrees and later ones do not: {text}", context.failed_texts(*later))
 
 
-def _small_logit_deviation(context: Context) -> float | None:
-    """Return the relative deviation of the logits if they pass and the loss deviates about as much; None if not.
+def _find_small_logit_deviation(context: Context) -> float | None:
+    """Return the relative deviation of the logits if that check passes and the loss deviates about as much; None
+    otherwise.
 
-    Only called if the first step's loss failed.
+    The check of the first step's loss must have failed.
     """
     logits, loss = context.checks.get("probe.logits"), context.failed["step1.loss"].number
     if logits is None or logits.verdict != "pass" or not logits.number or loss is None:
@@ -216,8 +219,8 @@ def _small_logit_deviation(context: Context) -> float | None:
 
 
 def _explain_dropout(context: Context, reference: Trace, evidence: list[str]) -> None:
-    """Add a cause about dropout or its random numbers, where it is on in one of the runs; none if random states were
-    named before."""
+    """Add a cause about dropout or its random numbers; none if dropout is equal and an earlier cause is about random
+    states."""
     a, b = (t.environment.get("dropout_probabilities") for t in (reference, context.got))
     if reference.dropout != context.got.dropout:
         now, was = ("on", "off") if context.got.dropout else ("off", "on")
@@ -234,18 +237,18 @@ def _explain_dropout(context: Context, reference: Trace, evidence: list[str]) ->
     context.add(CauseKind.DROPOUT, text, evidence)
 
 
-def _environment_changes(context: Context, reference: Trace) -> list[str]:
-    """Return texts about the packages, GPU, CUDA and attention that differ between this run and the reference."""
+def _describe_environment_changes(context: Context, reference: Trace) -> list[str]:
+    """Return texts about the package versions, GPU, CUDA and attention kernels that differ from the reference's."""
     a, b = reference.environment, context.got.environment
-    packages = package_differences(reference, context.got).items()
+    packages = find_package_differences(reference, context.got).items()
     out = [list_first([f"{n} is {ours} and was {theirs}" for n, (theirs, ours) in packages], 5)] if packages else []
     return out + [
         f"{k} is {b[k]} and was {a[k]}" for k in ("gpu", "cuda", "attention") if k in a and k in b and a[k] != b[k]
     ]
 
 
-def _explain_frozen(context: Context, reference: Trace, a: Step, b: Step) -> None:
-    """Add a cause for parameters that are not updated in the first step, though they were in the reference.
+def _explain_frozen_parameters(context: Context, reference: Trace, a: Step, b: Step) -> None:
+    """Add a cause for parameters that the first step does not update, though the reference's does.
 
     `a` is that step of the reference, `b` that of the run.
     """
@@ -255,9 +258,9 @@ def _explain_frozen(context: Context, reference: Trace, a: Step, b: Step) -> Non
     still += [
         n for n, v in a.updates.items() if v > 0 and n not in b.updates and not any(n in g for g in reference.tied)
     ]
-    if not still or set(still) <= {m for c in context.out for n in c.tensors for m in (n, fqn_of(n))}:
+    if not still or set(still) <= {m for c in context.out for n in c.tensors for m in (n, parse_fqn(n))}:
         return
-    if set(_deviating_tensors(context, reference, a, b, updates=False)) <= set(still):
+    if set(_list_deviating_tensors(context, reference, a, b, updates=False)) <= set(still):
         context.explained.add("gradients")
     every = list(a.updates)
     which = "no tensor is" if len(still) == len(every) else f"{describe_selection(still, every, 'tensors')} not"
@@ -280,7 +283,7 @@ def _explain_gradients(context: Context, reference: Trace, a: Step, b: Step) -> 
     `a` is that step of the reference, `b` that of the run.
     """
     evidence = context.failed_texts(*sorted(_GRADIENTS))
-    found = _deviating_tensors(context, reference, a, b, updates=False)
+    found = _list_deviating_tensors(context, reference, a, b, updates=False)
     if not found:
         context.add(
             CauseKind.GRADIENTS, "the loss is equal and the gradients are not: how they are reduced or scaled", evidence
@@ -309,7 +312,7 @@ def _explain_updates(context: Context, reference: Trace, a: Step, b: Step) -> No
     if a.update_norm and b.update_norm:
         evidence.append(f"the norm of the update is {b.update_norm / a.update_norm:.4g} times the reference's")
     equal = "gradients are equal, " if context.passed("step1.grad_norm") else ""
-    found = _deviating_tensors(context, reference, a, b, updates=True)
+    found = _list_deviating_tensors(context, reference, a, b, updates=True)
     if not found:
         context.add(CauseKind.OPTIMIZER, f"{equal}the update is not: the optimizer's state or its options", evidence)
         return
@@ -325,7 +328,7 @@ def _explain_updates(context: Context, reference: Trace, a: Step, b: Step) -> No
         text = f"{equal}the updates of {most} {len(found)} tensors are not: {guess}"
         context.add(CauseKind.OPTIMIZER, text, evidence, found)
         return
-    known = options_by_parameter(context.got)
+    known = collect_options_by_parameter(context.got)
     members: dict[int, set[str]] = {}
     for n, chosen in known.items():
         members.setdefault(id(chosen), set()).add(n)
@@ -342,18 +345,18 @@ def _explain_updates(context: Context, reference: Trace, a: Step, b: Step) -> No
         context.add(CauseKind.MOMENTS, f"{text}{whose} moments", evidence, found)
 
 
-def _deviating_tensors(context: Context, reference: Trace, a: Step, b: Step, updates: bool) -> list[str]:
-    """List the FQNs of tensors whose norm or direction deviates in a step by more than the check's bound, the farthest
+def _list_deviating_tensors(context: Context, reference: Trace, a: Step, b: Step, updates: bool) -> list[str]:
+    """List the FQNs of tensors whose gradient deviates in norm or direction by more than its check's bound, largest
     first.
 
-    `a` is the step of the reference, `b` that of the run. `updates` compares updates; False compares gradients.
+    `updates` compares updates instead of gradients. `a` is the step of the reference, `b` that of the run.
     """
     far: dict[str, float] = {}
     names = ("worst_update", "update_direction") if updates else ("worst_grad", "grad_direction")
     for direction, name in enumerate(names):
         check = context.checks.get(f"step1.{name}")
         bound = check.bound if check is not None and check.bound is not None else 0.0
-        every, _ = tensor_deviations(reference, context.got, a, b, updates, 1e-6, bool(direction))
+        every, _ = measure_tensor_deviations(reference, context.got, a, b, updates, 1e-6, bool(direction))
         far = {n: d for n, (d, _, _) in every.items() if not d <= bound} | far
     return sorted(far, key=lambda n: -far[n] if far[n] == far[n] else -math.inf)
 
@@ -383,9 +386,8 @@ def explain_loss_ranks(context: Context) -> None:
         context.add(CauseKind.RANK_DISAGREES, text, context.failed_texts("run.ranks"))
 
 
-def explain_run(context: Context) -> None:
-    """Add a cause for a run whose optimizer fails, that learns nothing, or whose grad norm leaps, the latter two where
-    nothing else is wrong."""
+def explain_run_failures(context: Context) -> None:
+    """Add causes for an optimizer that fails, and, if there is no other cause, for missing gradients or a spike."""
     if "run.completed" in context.failed:
         context.add(CauseKind.STEP_FAILED, context.failed["run.completed"].text)
     if "run.dead" in context.failed and not context.out:
@@ -400,8 +402,8 @@ def explain_run(context: Context) -> None:
         )
 
 
-def explain_after(context: Context) -> None:
-    """Add causes for what only the state after the last step shows: rates to come, buffers, anything else."""
+def explain_final_state(context: Context) -> None:
+    """Add causes for what only the state after the last step shows: later learning rates, buffers, or anything else."""
     failed = {n: c for n, c in context.failed.items() if n.startswith("after.")}
     follows = bool(context.explained)  # other weights, gradients or batches leave other buffers
     if "after.schedule" in failed and "rates" not in context.explained:
@@ -413,7 +415,7 @@ def explain_after(context: Context) -> None:
         where = check.where or ""
         idle = where in after and loaded.get(where) == after[where][1]
         what = "is not updated by this job, or only by its training loop" if idle else "is updated otherwise"
-        text = f"{readable_name(where)} {what}: it was equal before the steps, and is not after them"
+        text = f"{to_readable_name(where)} {what}: it was equal before the steps, and is not after them"
         later = [n for n in context.failed if n.startswith("steps.")]
         if later and not context.out:
             text += ". Later steps differ, too: because of it, or it does because of them"
@@ -424,8 +426,8 @@ def explain_after(context: Context) -> None:
 
 
 def explain_round_trip(context: Context) -> None:
-    """Add a cause for what changed when the job was saved and loaded again, if anything did."""
+    """Add a cause if a save and a load changed the job's state."""
     if "roundtrip.state" in context.failed:
         names = [str(n) for n in context.got.roundtrip.get("differing", [])]
-        text = f"saving and loading again changes {list_first([readable_name(n) for n in names], 1)}"
+        text = f"saving and loading again changes {list_first([to_readable_name(n) for n in names], 1)}"
         context.add(CauseKind.SAVE_OR_LOAD, text, context.failed_texts("roundtrip.state"), names)

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 from ...engine.tensor_faults.tensor_diff import VAGUE, TensorDiff
 from ...engine.tensor_faults.tensor_kinds import TensorKind
 from ...printable import count_noun, list_first
-from ..compare.differences import optimizer_steps, options_by_parameter
-from ..text import component_of, describe_selection, fqn_of, is_step, name_components, slot_of
+from ..compare.differences import collect_optimizer_steps, collect_options_by_parameter
+from ..text import describe_components, describe_selection, is_step_counter, parse_component, parse_fqn, parse_slot
 from ..trace.model import Trace
 from .context import Context
-from .files import FaultyFiles, Inspected, file_of, find_faulty_files, place_of
+from .files import FaultyFiles, Inspected, describe_element_place, find_faulty_files, find_file_of_element
 from .kinds import CauseKind
 
-__all__ = ["explain_by_files", "explain_differing_tensors"]
+__all__ = ["explain_differing_tensors", "explain_faulty_files"]
 
 #: How far a factor may be from another, relatively.
 _CLOSE = 1e-3
@@ -33,12 +33,14 @@ _ZEROS = frozenset((TensorKind.ZERO, TensorKind.ZERO_ROWS, TensorKind.ZERO_RANGE
 _VERBS = {"holds": "hold", "is": "are", "has": "have", "differs": "differ"}
 
 
-def explain_by_files(context: Context, looked: Mapping[str, Inspected], wrong: Sequence[str]) -> bool:
-    """Add a cause for one file that has every difference, or for two that are exchanged; return whether there is one.
+def explain_faulty_files(context: Context, looked: Mapping[str, Inspected], wrong: Sequence[str]) -> bool:
+    """Add a cause if one file contains every difference, or if two files are exchanged; return whether a cause was
+    added.
 
     Args:
-        looked: {name: what `inspect_tensors` found}.
-        wrong: names of all tensors that differ.
+        context: the comparison, which gets the cause.
+        looked: what `inspect_tensors` returned.
+        wrong: canonical names of all tensors that differ.
     """
     if context.opened is None or (found := find_faulty_files(context.opened, looked, wrong)) is None:
         return False
@@ -47,7 +49,7 @@ def explain_by_files(context: Context, looked: Mapping[str, Inspected], wrong: S
     first = next(n for n in wrong if n in seen)
     kinds = {group.kind for group in groups}
     most = max(groups, key=lambda group: len(group.names))
-    parts = f"{count_noun(len(wrong), 'tensor')} ({name_components(wrong)})"
+    parts = f"{count_noun(len(wrong), 'tensor')} ({describe_components(wrong)})"
     evidence = [*context.failed_texts("state.digests"), *(f"{n}: {d.text}" for n, d in list(seen.items())[:4])]
     kind, text = CauseKind.ONE_FILE, f"every difference lies in {found}: its parts of {parts}"
     if len(found.files) > 1:
@@ -56,39 +58,43 @@ def explain_by_files(context: Context, looked: Mapping[str, Inspected], wrong: S
         kind, text = CauseKind.EXCHANGED, f"{found} are exchanged: every difference lies in their parts of {parts}"
     elif kinds - {TensorKind.ELEMENTS} <= VAGUE:
         text += " are from another step, or were computed differently"
-    elif most.kind is TensorKind.COPIED_ROWS and len(sources := _source_files(context, found, most.names, seen)) == 1:
+    elif (
+        most.kind is TensorKind.COPIED_ROWS
+        and len(sources := _find_source_files(context, found, most.names, seen)) == 1
+    ):
         text += f" are those of {sources.pop()}"
     elif kinds <= _ZEROS | {TensorKind.ELEMENTS}:
         text += " are zeros"
     elif len(groups) == 1:
-        text += f" {_plural(_describe_in_general(seen[first].way, seen[first].plain))}"
+        text += f" {_make_plural(_describe_kind(seen[first].way, seen[first].plain))}"
     else:
         text += " differ from the reference's"
-    steps = [n for n in wrong if is_step(n)]
+    steps = [n for n in wrong if is_step_counter(n)]
     if steps:
         evidence.append(f"optimizer steps of {count_noun(len(steps), 'parameter')} in it differ as well")
     unread = len(wrong) - len(steps) - len(seen)
     if unread:
         evidence.append(f"{count_noun(unread, 'tensor')} were not read; all have a part in it")
-    place = None if found.theirs else place_of(context.opened[1].locate(), first, seen[first].first)
+    place = None if found.theirs else describe_element_place(context.opened[1].locate(), first, seen[first].first)
     context.add(kind, text, evidence, list(wrong), place)
     return True
 
 
-def _source_files(
+def _find_source_files(
     context: Context, found: FaultyFiles, names: Sequence[str], seen: Mapping[str, TensorDiff]
 ) -> set[str | None]:
-    """Return the files (None for none) that have the rows which tensors hold twice.
+    """Return the files from which tensors with copied rows have these rows; None in the set for rows in no file.
 
     Args:
-        found: the files that hold the copies.
-        names: the tensors.
-        seen: {name: how the tensor differs}.
+        context: the comparison, with open checkpoints.
+        found: the files that contain the copies.
+        names: canonical names of those tensors.
+        seen: {canonical name: how the tensor differs}.
     """
     assert context.opened is not None
     ckpt = context.opened[0 if found.theirs else 1].locate()
     rows = {n: ckpt.tensors[n].numel // ckpt.tensors[n].shape[0] for n in names}
-    return {file_of(ckpt, n, seen[n].detail["from"][0] * rows[n]) for n in names}
+    return {find_file_of_element(ckpt, n, seen[n].detail["from"][0] * rows[n]) for n in names}
 
 
 def explain_differing_tensors(
@@ -105,15 +111,19 @@ def explain_differing_tensors(
     left = [n for n in rest if n not in looked]
     for kind, dtype, names in _group_by_kind(seen):
         # others of the same slot that were not read are most likely of the kind, where all that were read are
-        slots = {slot_of(n) for n in names}
-        alone = all(n in names for n in looked if slot_of(n) in slots)
-        more = [n for n in left if slot_of(n) in slots] if alone else []
+        slots = {parse_slot(n) for n in names}
+        alone = all(n in names for n in looked if parse_slot(n) in slots)
+        more = [n for n in left if parse_slot(n) in slots] if alone else []
         left = [n for n in left if n not in set(more)]
         text = _describe_tensors(context, reference, kind, names, more, seen)
         evidence = [f"{n}: {seen[n].text}" for n in names[:8]]
         if more:
             evidence.append(f"{count_noun(len(more), 'tensor')} of the same kind differ and were not read")
-        place = None if context.opened is None else place_of(context.opened[1].locate(), names[0], seen[names[0]].first)
+        place = (
+            None
+            if context.opened is None
+            else describe_element_place(context.opened[1].locate(), names[0], seen[names[0]].first)
+        )
         context.add(kind, text, evidence, names + more, place, name=dtype)
     equal = [n for n in looked if n not in seen]
     if equal:
@@ -121,15 +131,15 @@ def explain_differing_tensors(
         text = f"{which}: equal in both checkpoints' files, not in the jobs: loading did it"
         context.add(CauseKind.LOADING, text, context.failed_texts("state.digests"), equal)
     for component, vague in (("weights", CauseKind.WEIGHTS_DIFFER), ("optimizer", CauseKind.MOMENTS_DIFFER)):
-        names = [n for n in left if component_of(n) == component]
+        names = [n for n in left if parse_component(n) == component]
         if not names:
             continue
-        every = [n for n in reference.state if component_of(n) == component and not is_step(n)]
+        every = [n for n in reference.state if parse_component(n) == component and not is_step_counter(n)]
         what = "weights" if component == "weights" else "tensors of the optimizer"
-        slots = {slot_of(n) for n in names}
+        slots = {parse_slot(n) for n in names}
         if component == "optimizer" and len(slots) == 1:
             what = f"{next(iter(slots))} tensors of the optimizer"
-            every = [n for n in every if slot_of(n) in slots]
+            every = [n for n in every if parse_slot(n) in slots]
         which = describe_selection(names, every, what)
         text = f"{which} hold{'s' if len(names) == 1 else ''} other values than the reference's"
         context.add(vague, text, context.failed_texts("state.digests"), names)
@@ -144,10 +154,13 @@ class _Group(NamedTuple):
 
 
 def _group_by_kind(seen: Mapping[str, TensorDiff]) -> list[_Group]:
-    """Group tensors, {name: how it differs}, by kind of difference, in the order of the causes.
+    """Group tensors by kind of difference, in the order of the kinds.
 
-    Unrelated tensors are put to close ones, if these are most of them, and so are tensors of so few elements that a
-    distance says nothing of them.
+    Unrelated tensors are counted as close ones if there are at least twice as many of these. Tensors with few elements,
+    whose distance says little, join the most frequent of the kinds close, unrelated and other elements.
+
+    Args:
+        seen: {canonical name: how the tensor differs}.
     """
     tiny = {n for n, found in seen.items() if found.way is TensorKind.ELEMENTS and found.count * 2 > found.elements}
     count = Counter(found.way for n, found in seen.items() if n not in tiny)
@@ -185,8 +198,8 @@ def _describe_tensors(
         seen: {name: how the tensor differs} of those that were read.
     """
     found = names + more
-    slots = {slot_of(n) for n in names}
-    every = [n for n in reference.state if slot_of(n) in slots]
+    slots = {parse_slot(n) for n in names}
+    every = [n for n in reference.state if parse_slot(n) in slots]
     what = f"{next(iter(slots))} tensors" if len(slots) == 1 else "moments" if "weights" not in slots else "tensors"
     which = describe_selection(found, every, "weights" if slots == {"weights"} else what)
     if len(found) == 1:
@@ -194,25 +207,25 @@ def _describe_tensors(
     if kind is TensorKind.SCALED and (factors := _describe_factors(context, reference, names, seen)):
         return f"{which} are multiplied ({factors}"
     texts, plain = {seen[n].text for n in names}, {seen[n].plain for n in names}
-    how = _describe_in_general(kind, seen[names[0]].plain)
+    how = _describe_kind(kind, seen[names[0]].plain)
     if len(texts) == 1 or len(plain) == 1:
         how = (texts if len(texts) == 1 else plain).pop()
     also = ""
     if kind is TensorKind.CLOSE and "weights" not in slots and len(found) * 10 >= len(every) * 9:
-        weights = [n for n in reference.state if slot_of(n) == "weights"]
+        weights = [n for n in reference.state if parse_slot(n) == "weights"]
         if weights and all(n in context.got.state and context.got.state[n] == reference.state[n] for n in weights):
             also = "; weights and the optimizer's steps are the reference's"
-    return f"{which} {_plural(how)}{also}"
+    return f"{which} {_make_plural(how)}{also}"
 
 
-def _plural(description: str) -> str:
-    """Return a description in the plural: "holds its ..." becomes "hold their ..."."""
+def _make_plural(description: str) -> str:
+    """Return a description in the plural: "hold their ..." for "holds its ..."."""
     verb, _, rest = description.partition(" ")
     return f"{_VERBS.get(verb, verb)} {rest}".replace(" its ", " their ")
 
 
-def _describe_in_general(kind: TensorKind, text: str) -> str:
-    """Return what is true of several tensors of one kind whose texts are not the same; `text` is that of the first."""
+def _describe_kind(kind: TensorKind, text: str) -> str:
+    """Return the general phrase of a kind if it has one, otherwise `text`, the description of its first tensor."""
     return kind.phrase if kind.is_general else text
 
 
@@ -228,57 +241,57 @@ def _describe_factors(
     None if one of the tensors is a weight or has no factor.
     """
     of = {n: float(seen[n].detail["factor"]) for n in names if "factor" in seen[n].detail}
-    if len(of) < len(names) or any(slot_of(n) == "weights" for n in names):
+    if len(of) < len(names) or any(parse_slot(n) == "weights" for n in names):
         return None
     by: dict[str, list[float]] = {}
     for n, factor in of.items():
-        by.setdefault(slot_of(n), []).append(factor)
+        by.setdefault(parse_slot(n), []).append(factor)
     texts = []
     for slot, found in sorted(by.items()):
         low, high = min(found), max(found)
-        texts.append(f"{slot} x{low:.6g}" + (f" to x{high:.6g}" if not _are_close(low, high) else ""))
+        texts.append(f"{slot} x{low:.6g}" + (f" to x{high:.6g}" if not _are_factors_close(low, high) else ""))
     why = _explain_bias_correction(reference, of)
-    if why is None and all(_are_close(min(found), max(found)) for found in by.values()):
+    if why is None and all(_are_factors_close(min(found), max(found)) for found in by.values()):
         why = _explain_gradient_factor(context, reference, {slot: found[0] for slot, found in by.items()})
     return f"{list_first(texts, 8)})" + (f": {why}" if why else "")
 
 
-def _are_close(x: float, y: float) -> bool:
-    """Tell whether two factors are equal but for rounding."""
+def _are_factors_close(x: float, y: float) -> bool:
+    """Tell whether two factors are equal up to rounding."""
     return math.isclose(x, y, rel_tol=_CLOSE)
 
 
 def _explain_bias_correction(reference: Trace, of: Mapping[str, float]) -> str | None:
-    """Return a text that moments were bias-corrected, if each is divided by 1 - beta^step of its own param group and
-    step; None if not.
+    """Return a text that moments were bias-corrected already, if all factors fit; None otherwise.
 
-    `of` is {name of a moment: its factor}.
+    A factor fits if it is 1 / (1 - beta^step), with the beta and the step count of its own parameter. `of` is
+    {canonical name of a moment: its factor}.
     """
-    known, steps = options_by_parameter(reference), optimizer_steps(reference)
+    known, steps = collect_options_by_parameter(reference), collect_optimizer_steps(reference)
     for n, factor in of.items():
-        fqn, which = fqn_of(n), {"exp_avg": 0, "exp_avg_sq": 1}.get(slot_of(n))
+        fqn, which = parse_fqn(n), {"exp_avg": 0, "exp_avg_sq": 1}.get(parse_slot(n))
         betas: Any = known.get(fqn, {}).get("betas")
         if which is None or fqn not in steps or not isinstance(betas, (list, tuple)) or len(betas) != 2:
             return None
         left = 1 - float(betas[which]) ** steps[fqn]
-        if not left or not _are_close(factor, 1 / left):
+        if not left or not _are_factors_close(factor, 1 / left):
             return None
     return "they were divided by 1 - beta^step, so that the bias correction is applied twice"
 
 
 def _explain_gradient_factor(context: Context, reference: Trace, by: Mapping[str, float]) -> str | None:
-    """Return a text about what gradients were multiplied by, if the first moment has that factor and the second one its
-    square; None if not.
+    """Return a text about what multiplied the gradients, if first moments have one factor and second moments its
+    square.
 
-    `by` is {slot: factor}.
+    None otherwise, or if nothing known has this factor. `by` is {slot: factor}.
     """
     squares = [s for s in by if s.endswith("_sq")]
     plain = [s for s in by if not s.endswith("_sq")]
     if len({round(math.log(abs(by[s])), 3) for s in plain}) != 1 or by[plain[0]] <= 0:
         return None
     factor = by[plain[0]]
-    kept = {slot_of(n) for n in reference.state if slot_of(n).endswith("_sq")}
-    if kept - set(squares) or not all(_are_close(by[s], factor**2) for s in squares):
+    kept = {parse_slot(n) for n in reference.state if parse_slot(n).endswith("_sq")}
+    if kept - set(squares) or not all(_are_factors_close(by[s], factor**2) for s in squares):
         return None
     scales = [
         float(v)
@@ -286,18 +299,18 @@ def _explain_gradient_factor(context: Context, reference: Trace, by: Mapping[str
         for n, v in (*t.values.items(), *t.scalars.items())
         if n.startswith("scaler.") and isinstance(v, (int, float)) and not isinstance(v, bool)
     ]
-    if factor > 1 and any(_are_close(factor, s) for s in scales if s > 1):
+    if factor > 1 and any(_are_factors_close(factor, s) for s in scales if s > 1):
         return f"their gradients were multiplied by the loss scale, {factor:.6g}"
     whole = round(factor)
     if factor < 1:
         whole = round(1 / factor)
-        if whole > 1 and _are_close(factor, 1 / whole):
+        if whole > 1 and _are_factors_close(factor, 1 / whole):
             return (
                 f"their gradients were divided by {whole} once too often (the number of ranks, or of accumulation "
                 "steps)"
             )
         return None
-    if not _are_close(factor, whole):
+    if not _are_factors_close(factor, whole):
         return None
     ranks = None if context.opened is None else context.opened[0].checkpoint.world_size
     if whole != ranks and whole >= 256 and whole & (whole - 1) == 0:

@@ -36,7 +36,7 @@ from ...live.job_optimizers import OWN_FLAGS, OptimizerList, list_optimizers
 from ...printable import count_noun
 from ..request import RunSettings
 from ..trace.live_facts import list_dropouts, named_parameters
-from ..trace.state_after import needs_argument
+from ..trace.state_after import needs_step_argument
 from .peft_model import add_lora_layers
 from .user_job import call_build
 
@@ -76,7 +76,7 @@ class Job:
     def scheduler_waits(self) -> bool:
         """Tell whether the scheduler's step() requires an argument that resume-verify does not have: a metric, as
         ReduceLROnPlateau does, or an epoch."""
-        return self.scheduler is not None and needs_argument(self.scheduler)
+        return self.scheduler is not None and needs_step_argument(self.scheduler)
 
 
 def build_job(settings: RunSettings, opened: OpenCheckpoint | None) -> Job:
@@ -103,14 +103,14 @@ def build_job(settings: RunSettings, opened: OpenCheckpoint | None) -> Job:
         model = _nest_under_prefix(model, settings)
         vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
         if opened is None:
-            _check_can_start(model, optimizer)
+            _check_trainable_from_start(model, optimizer)
     else:
         assert opened is not None, "a config says nothing of an optimizer"
-        model, dropout_off = _model_from_config(settings)
+        model, dropout_off = _build_model_from_config(settings)
         with _parameters_on_meta():
             model = add_lora_layers(model, settings, opened)
         model = _nest_under_prefix(model, settings)
-        _match_checkpoint(model, opened.checkpoint, notes)
+        _match_model_to_checkpoint(model, opened.checkpoint, notes)
         optimizer = None
         vocabulary = model.config.vocab_size
     if not settings.keep_dropout:
@@ -119,19 +119,19 @@ def build_job(settings: RunSettings, opened: OpenCheckpoint | None) -> Job:
                 setattr(module, name, 0.0)
                 dropout_off = max(dropout_off, p)
     names = {id(p): n for n, p in named_parameters(model).items()}
-    if not _is_sharded(model):
+    if not _is_distributed_model(model):
         hooked = [n for n, p in named_parameters(model).items() if p._backward_hooks]
         notes += [
             f"sharding drops gradient hooks, first of {n}; shard the model in build() to keep them" for n in hooked[:1]
         ]
         _shard_model(model, mesh, settings)
-    _materialise(model, settings)
+    _materialise_model(model, settings)
     if settings.job is None and opened is not None:
         optimizer = _build_optimizer(model, opened.checkpoint, notes)
     else:
         optimizer = _bind_optimizer(optimizer, model, names)
     scheduler = _bind_scheduler(scheduler, optimizer, settings)
-    scale = _sum_gradients(model, settings.world_size // settings.mesh.get("tp", 1))
+    scale = _set_gradient_summing(model, settings.world_size // settings.mesh.get("tp", 1))
     tp = settings.mesh.get("tp", 1)
     import torch.distributed as dist
 
@@ -140,7 +140,7 @@ def build_job(settings: RunSettings, opened: OpenCheckpoint | None) -> Job:
         optimizer,
         scheduler,
         data,
-        _loss_function(loss, settings.job is None),
+        _make_loss_function(loss, settings.job is None),
         dist.get_rank() // tp,
         dist.get_world_size() // tp,
         scale,
@@ -153,11 +153,12 @@ def build_job(settings: RunSettings, opened: OpenCheckpoint | None) -> Job:
 
 
 def _bind_optimizer(optimizer: Any, model: Any, names: Mapping[int, str]) -> Any:
-    """Return the optimizer of the user's own job for the parameters that the model has now.
+    """Return the optimizer of the user's job, bound to the parameters that the model has after sharding.
 
     Args:
-        optimizer: what build() returned: an optimizer, several, a function of the model, or None.
-        names: {id of a parameter that the model had in build(): its FQN}.
+        optimizer: what build() returned: an optimizer, a list of several, a function of the model, or None.
+        model: the model after sharding.
+        names: {id of a parameter before sharding: its FQN}.
     """
     follows = optimizer is not None and (hasattr(optimizer, "param_groups") or not callable(optimizer))
     if optimizer is not None and not follows:
@@ -186,8 +187,8 @@ def _bind_scheduler(scheduler: Any, optimizer: Any, settings: RunSettings) -> An
     return scheduler
 
 
-def _check_can_start(model: Any, optimizer: Any) -> None:
-    """Refuse what build() returned if nothing can be trained from its start with it.
+def _check_trainable_from_start(model: Any, optimizer: Any) -> None:
+    """Refuse a model and optimizer of build() that cannot be trained without a checkpoint.
 
     Raises:
         UsageError: a parameter is on the meta device, or there is no optimizer.
@@ -260,11 +261,11 @@ def _explain_build_error(folder: str, e: Exception) -> str:
     )
 
 
-def _model_from_config(settings: RunSettings) -> tuple[Any, float]:
-    """Build the model of `settings.config` on the meta device: (the model, the largest probability of a dropout that
-    was switched off).
+def _build_model_from_config(settings: RunSettings) -> tuple[Any, float]:
+    """Build the model of `settings.config` on the meta device.
 
-    The probability is 0 if none was.
+    Returns:
+        (model, largest dropout probability that was set to 0; 0 if none was).
 
     Raises:
         UsageError: there is no config.json, or transformers cannot build a causal language model from it.
@@ -330,15 +331,16 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
-def _match_checkpoint(model: Any, ckpt: Checkpoint, notes: list[str]) -> None:
-    """Give the parameters and buffers of a model the checkpoint's dtypes, and let only those train that its param
-    groups list.
+def _match_model_to_checkpoint(model: Any, ckpt: Checkpoint, notes: list[str]) -> None:
+    """Give parameters and buffers the checkpoint's dtypes, and let only the parameters in its param groups require
+    gradients.
 
-    Without param groups all train that are floating. `notes` gets a line about those that do not train.
+    Without param groups all floating-point parameters require gradients. `notes` gets a line with the number of those
+    that do not.
     """
     import torch
 
-    groups = _stored_param_groups(ckpt)
+    groups = _list_stored_param_groups(ckpt)
     trained = {n for g in groups for n in g["params"]}
     done: dict[int, Any] = {}
     idle = 0
@@ -365,16 +367,15 @@ def _match_checkpoint(model: Any, ckpt: Checkpoint, notes: list[str]) -> None:
 # ------------------------------------------------------------------------------------------------------------ sharding
 
 
-def _is_sharded(model: Any) -> bool:
-    """Tell whether a model is in DistributedDataParallel already, or has DTensors."""
+def _is_distributed_model(model: Any) -> bool:
+    """Tell whether a model is wrapped in DistributedDataParallel or has DTensor parameters."""
     from torch.nn.parallel import DistributedDataParallel
 
     return isinstance(model, DistributedDataParallel) or any(hasattr(p, "_local_tensor") for p in model.parameters())
 
 
-def _repeated_blocks(model: Any) -> list[Any]:
-    """List the repeated modules, such as the layers of a transformer, which are sharded one by one; none that shares a
-    parameter with another."""
+def _list_repeated_blocks(model: Any) -> list[Any]:
+    """List the modules to shard one by one, such as transformer layers; those that share a parameter are left out."""
     from torch import nn
 
     names = set(getattr(model, "_no_split_modules", None) or ())
@@ -397,11 +398,11 @@ def _shard_model(model: Any, mesh: Any, settings: RunSettings) -> None:
     import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    blocks = _repeated_blocks(model)
+    blocks = _list_repeated_blocks(model)
     if settings.mesh.get("tp", 1) > 1:
         _apply_tensor_parallelism(model, mesh["tp"])
     if settings.activation_checkpointing:
-        _checkpoint_activations(model, blocks)
+        _enable_activation_checkpointing(model, blocks)
     if settings.compile:
         for block in blocks:
             block.compile()
@@ -417,7 +418,7 @@ def _shard_model(model: Any, mesh: Any, settings: RunSettings) -> None:
     fully_shard(model, **options)
 
 
-def _checkpoint_activations(model: Any, blocks: list[Any]) -> None:
+def _enable_activation_checkpointing(model: Any, blocks: list[Any]) -> None:
     """Let a model recompute the activations of its blocks in the backward pass."""
     if hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -472,8 +473,9 @@ def _apply_tensor_parallelism(model: Any, mesh: Any) -> None:
     parallelize_module(model, mesh, chosen)
 
 
-def _materialise(model: Any, settings: RunSettings) -> None:
-    """Allocate what is on the meta device, uninitialised, and move the rest to the device. Tied parameters stay tied.
+def _materialise_model(model: Any, settings: RunSettings) -> None:
+    """Allocate what is on the meta device, uninitialised, and move everything else to the device. Tied parameters stay
+    tied.
 
     Raises:
         Unsupported: a buffer is on the meta device.
@@ -510,11 +512,11 @@ def _materialise(model: Any, settings: RunSettings) -> None:
                     module._buffers[name] = buffer.to(ours)
 
 
-def _sum_gradients(model: Any, world: int) -> float:
-    """Make FSDP2 sum gradients over ranks instead of averaging them; return the factor for the loss that makes up for
-    it where that is not possible, else 1.
+def _set_gradient_summing(model: Any, world: int) -> float:
+    """Make FSDP2 sum gradients over ranks instead of averaging them, and return the factor for the loss.
 
-    `world` is the number of data-parallel ranks.
+    The factor is 1, or `world` (the number of data-parallel ranks) if gradients are averaged because torch or DDP
+    cannot sum them.
     """
     from torch.distributed.fsdp import FSDPModule
     from torch.nn.parallel import DistributedDataParallel
@@ -533,8 +535,8 @@ def _sum_gradients(model: Any, world: int) -> float:
 # ----------------------------------------------------------------------------------------------------------- optimizer
 
 
-def _stored_param_groups(ckpt: Checkpoint) -> list[dict[str, Any]]:
-    """Return the param groups of a checkpoint, {option: value} each with FQNs under "params"; groups without FQNs are
+def _list_stored_param_groups(ckpt: Checkpoint) -> list[dict[str, Any]]:
+    """List the param groups of a checkpoint as {option: value}, with FQNs under "params"; groups without FQNs are
     left out."""
     found: dict[int, dict[str, Any]] = {}
     for v in ckpt.values.values():
@@ -545,16 +547,17 @@ def _stored_param_groups(ckpt: Checkpoint) -> list[dict[str, Any]]:
 
 
 def _build_optimizer(model: Any, ckpt: Checkpoint, notes: list[str]) -> Any:
-    """Build the optimizer whose slots (the tensors that it keeps for a parameter) and options the checkpoint has.
+    """Build the Adam, AdamW or SGD optimizer that a checkpoint's slots (tensors kept for each parameter) and options
+    fit.
 
-    `notes` gets a line where the checkpoint has slots and no param groups.
+    `notes` gets a line if the checkpoint has slots but no param groups.
 
     Raises:
-        Unsupported: these slots and options are not those of Adam, AdamW or SGD.
+        Unsupported: the slots and options are those of another optimizer.
     """
     import torch
 
-    groups = _stored_param_groups(ckpt)
+    groups = _list_stored_param_groups(ckpt)
     slots = {str(t.path[3]) for t in ckpt.tensors.values() if t.is_optimizer_state and len(t.path) == 4}
     options = {k for g in groups for k in g}
     torchs = "maximize" in options  # what every optimizer of torch writes; RAdam and NAdam lack amsgrad
@@ -606,13 +609,13 @@ def _replace_parameters(optimizer: Any, names: Mapping[int, str], new: Mapping[s
 # ---------------------------------------------------------------------------------------------------------------- loss
 
 
-def _loss_function(given: Any, causal: bool) -> Callable[[Any, Mapping[str, Any]], tuple[Any, Any, Any]]:
-    """Return the function that computes the loss of a job: loss(model, batch) gives (sum over tokens, number of tokens,
-    logits or None).
+def _make_loss_function(given: Any, causal: bool) -> Callable[[Any, Mapping[str, Any]], tuple[Any, Any, Any]]:
+    """Return loss(model, batch), which returns (loss summed over tokens, number of tokens, logits or None).
 
     Args:
-        given: the loss of build(); None for the cross-entropy of the next token, or the loss that the model returns.
-        causal: whether the model is transformers' own, which takes no labels then.
+        given: the loss of build(); None for the cross-entropy of the next token, or for the loss that the model
+            returns.
+        causal: whether the model is a causal one of transformers, which gets no labels then.
     """
     import torch
     import torch.nn.functional as F

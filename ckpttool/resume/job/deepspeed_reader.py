@@ -23,7 +23,7 @@ from ...live.job_optimizers import list_optimizers
 from ..trace.live_facts import named_parameters
 from .build import Job
 
-__all__ = ["NoReader", "fill_tensor", "find_save", "prepare"]
+__all__ = ["NoReader", "fill_tensor", "find_save_folder", "prepare_deepspeed_load"]
 
 _CONVERT = """
 import sys, torch
@@ -48,9 +48,9 @@ class DeepSpeedLoad(NamedTuple):
     load: Callable[[], None]
 
 
-def find_save(files: list[str]) -> str | None:
-    """Return the folder of the save that the files of a checkpoint are in: of ZeRO's ranks, or a universal one; None if
-    they are of no such save."""
+def find_save_folder(files: list[str]) -> str | None:
+    """Return the DeepSpeed save (of ZeRO's ranks, or universal) that contains the files of a checkpoint; None if
+    none does."""
     for path in files:
         folder, name = os.path.split(path)
         if name.endswith("_optim_states.pt"):
@@ -61,21 +61,25 @@ def find_save(files: list[str]) -> str | None:
     return None
 
 
-def prepare(job: Job, save: str, scratch: str | None, trained: bool) -> DeepSpeedLoad:
-    """Convert a save by DeepSpeed, unless it is a universal one, and return what it has for a job. A collective.
+def prepare_deepspeed_load(job: Job, save: str, scratch: str | None, trained: bool) -> DeepSpeedLoad:
+    """Convert a ZeRO save with DeepSpeed, unless it is universal already, and prepare its load into a job. A
+    collective.
 
     Args:
-        job: as it was built.
+        job: the job as it was built.
         save: the folder of the save.
-        scratch: a folder that all ranks share, in which the converted save is made; None for none.
-        trained: whether the slots of the optimizer are loaded, too.
+        scratch: a folder that all ranks share, for the converted save; None if there is none.
+        trained: also load the optimizer's slots.
+
+    Returns:
+        The names of the readers, and the function that loads.
 
     Raises:
-        NoReader: DeepSpeed is not installed, or cannot convert it; or it has other parameters than the job.
+        NoReader: DeepSpeed is not installed or cannot convert the save, or the save lacks a parameter of the job.
     """
     universal = save
     if not os.path.isdir(os.path.join(save, "zero")):
-        if why := run_on_first_rank(lambda: _convert(save, scratch)):
+        if why := run_on_first_rank(lambda: _convert_to_universal(save, scratch)):
             raise NoReader(why)
         universal = os.path.join(str(scratch), "universal")
     params = {n: p for n, p in named_parameters(job.model).items() if p.requires_grad}
@@ -101,8 +105,9 @@ def prepare(job: Job, save: str, scratch: str | None, trained: bool) -> DeepSpee
     return DeepSpeedLoad(readers, load)
 
 
-def _convert(save: str, scratch: str | None) -> str | None:
-    """Let DeepSpeed convert a save into "universal" in the scratch folder; return why that cannot be done, or None."""
+def _convert_to_universal(save: str, scratch: str | None) -> str | None:
+    """Let DeepSpeed convert a save into the folder "universal" of `scratch`; return why that failed, or None if it
+    did not."""
     if importlib.util.find_spec("deepspeed") is None:
         return "DeepSpeed is not installed here"
     if scratch is None:
@@ -146,7 +151,7 @@ def _fill_slot(live: Any, stored: Any) -> Any:
 
 
 def fill_tensor(live: Any, whole: Any) -> None:
-    """Copy a whole tensor into a live one of as many elements, of which each rank takes its shard if that is a
+    """Copy an unsharded tensor into a live one with as many elements; each rank takes its shard if that is a
     DTensor."""
     import torch
     from torch.distributed.tensor import DTensor, distribute_tensor

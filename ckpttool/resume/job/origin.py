@@ -30,12 +30,12 @@ from typing import Any
 from ...engine.opening import OpenCheckpoint
 from ...live.collectives import gather_objects
 from ...live.job_optimizers import list_optimizers
-from ..trace.live_facts import named_parameters, tied_names
+from ..trace.live_facts import list_tied_names, named_parameters
 from . import deepspeed_reader
 from .build import Job
 from .round_trip import overwrite_tensors
 
-__all__ = ["OriginLoad", "find_origin"]
+__all__ = ["OriginLoad", "plan_origin_load"]
 
 #: Keys of the model where a file has several state dicts with the names of the job, such as an average of the weights.
 _MODEL_KEYS = frozenset(("model", "module", "state_dict", "model_state_dict"))
@@ -54,7 +54,10 @@ class OriginLoad:
     steps: list[Callable[[], None]] = field(default_factory=list)
 
     def load(self) -> None:
-        """Load what `readers` names. A collective. Any error of a reader passes through, and leaves the job spoiled."""
+        """Load the components that `readers` names. A collective.
+
+        Errors of readers pass through; the job's state is then partly overwritten.
+        """
         with _weights_only():
             for step in self.steps:
                 step()
@@ -69,21 +72,23 @@ class _Target:
         self.job = job
         self.optimizers = list_optimizers(job.optimizer)
         self.model: dict[str, Any] = get_model_state_dict(job.model)
-        self.aliases = {n: group for group in tied_names(job.model) for n in group}
+        self.aliases = {n: group for group in list_tied_names(job.model) for n in group}
         self.trained = [n for n, p in named_parameters(job.model).items() if p.requires_grad]
         state = {} if job.scheduler is None else job.scheduler.state_dict()
         self.scheduler = [k for k, x in state.items() if isinstance(k, str) and x not in ({}, [], ())]
 
     def names_of_model(self, known: Collection[str], prefix: str = "") -> list[str] | None:
-        """List the FQNs of the model that are among `known` after a prefix; None if a tensor is not, under any of its
-        names."""
+        """List the FQNs of the model for which prefix + FQN is in `known`.
+
+        None if there are none, or if a tensor has no such FQN, not even a tied one.
+        """
         found = [n for n in self.model if prefix + n in known]
         held = set(found)
         lacks = (n for n, x in self.model.items() if n not in held and hasattr(x, "element_size"))
         return None if not found or any(held.isdisjoint(self.aliases.get(n, ())) for n in lacks) else found
 
     def spoil_model(self, names: Collection[str]) -> None:
-        """Overwrite tensors of the model, so that what a reader leaves out is seen."""
+        """Overwrite tensors of the model, so that a reader that leaves one out is noticed."""
         overwrite_tensors(self.model[n] for n in names if hasattr(self.model[n], "element_size"))
 
     def set_optimizer(self, state: dict[str, Any], options: Any) -> None:
@@ -93,14 +98,16 @@ class _Target:
         set_optimizer_state_dict(self.job.model, self.optimizers, state, options=options)
 
 
-def find_origin(job: Job, opened: OpenCheckpoint, parts: list[str], scratch: str | None) -> OriginLoad:
-    """Find what of a checkpoint the readers of its origin can load into a job. A collective; nothing is loaded.
+def plan_origin_load(job: Job, opened: OpenCheckpoint, parts: list[str], scratch: str | None) -> OriginLoad:
+    """Find which components of a checkpoint the readers of the program that wrote it can load into a job. A collective.
+
+    Nothing is loaded yet.
 
     Args:
-        job: as it was built.
+        job: the job as it was built.
         opened: the checkpoint.
         parts: the components to load: "model", "optim", "scheduler".
-        scratch: a folder that all ranks share, for what DeepSpeed converts; None for none.
+        scratch: a folder that all ranks share, for DeepSpeed's conversion; None if there is none.
     """
     folder = opened.source.local_folder
     out = OriginLoad()
@@ -111,7 +118,7 @@ def find_origin(job: Job, opened: OpenCheckpoint, parts: list[str], scratch: str
         files = [os.path.normpath(os.path.join(folder, f)) for f in opened.checkpoint.files]
         try:
             with _weights_only():
-                _find_readers(_Target(job), files, parts, scratch, out, folder if opened.folder else None)
+                _add_readers(_Target(job), files, parts, scratch, out, folder if opened.folder else None)
         except Exception as e:  # a reader that fails is none; ckpttool's loader says what is wrong with the files
             out, why = OriginLoad(), f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
     common = [set(found) for found in gather_objects(list(out.readers))]
@@ -121,16 +128,18 @@ def find_origin(job: Job, opened: OpenCheckpoint, parts: list[str], scratch: str
     return out
 
 
-def _find_readers(
+def _add_readers(
     target: _Target, files: list[str], parts: list[str], scratch: str | None, out: OriginLoad, root: str | None
 ) -> None:
-    """Add to `out` what readers load the components `parts` of a job from the files, and the steps that do so. `root`
-    is the folder of the checkpoint, whose other files belong to it, too; None for a file alone."""
+    """Add to `out` the readers that can load the components `parts` from the files, and the functions that load them.
+
+    `root` is the folder of the checkpoint, where other files are also tried; None if the checkpoint is a single file.
+    """
     folders = list(dict.fromkeys(map(os.path.dirname, files)))
-    if save := deepspeed_reader.find_save(files):
+    if save := deepspeed_reader.find_save_folder(files):
         out.partial = True
         try:
-            found = deepspeed_reader.prepare(target.job, save, scratch, "optim" in parts)
+            found = deepspeed_reader.prepare_deepspeed_load(target.job, save, scratch, "optim" in parts)
         except deepspeed_reader.NoReader as e:
             out.lacking = dict.fromkeys(parts, str(e))
             return
@@ -139,19 +148,20 @@ def _find_readers(
         return
     with_metadata = [folder for folder in folders if os.path.isfile(os.path.join(folder, ".metadata"))]
     for folder in with_metadata:
-        _plan_dcp(target, folder, [p for p in parts if p not in out.readers], out)
+        _plan_dcp_load(target, folder, [p for p in parts if p not in out.readers], out)
     if not with_metadata:
-        _plan_files(target, files, parts, out)
+        _plan_file_loads(target, files, parts, out)
     # what lies beside folders of DCP may be another copy of the weights, but their scheduler
     left = [p for p in parts if p not in out.readers and (p == "scheduler" or not with_metadata)]
     if root is not None and left:
         beside = [os.path.join(d, n) for d in dict.fromkeys((root, *folders)) for n in sorted(os.listdir(d))]
-        _plan_files(target, [f for f in beside if f.endswith((".pt", ".bin", ".pth"))], left, out)
+        _plan_file_loads(target, [f for f in beside if f.endswith((".pt", ".bin", ".pth"))], left, out)
 
 
 @contextmanager
 def _weights_only() -> Iterator[None]:
-    """While the block runs, let every torch.load refuse what is no plain data, also those that torch makes itself."""
+    """While the block runs, make every torch.load refuse anything but plain data, also the calls that torch itself
+    makes."""
     before = os.environ.get(_FORCE)
     os.environ[_FORCE] = "1"
     try:
@@ -163,8 +173,8 @@ def _weights_only() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------------- DCP folders
 
 
-def _make_reader(folder: str) -> Any:
-    """Return torch's FileSystemReader of a folder, which reads .metadata by `_MetadataUnpickler`."""
+def _make_dcp_reader(folder: str) -> Any:
+    """Return torch's FileSystemReader of a folder, which reads .metadata with `_MetadataUnpickler`."""
     from torch.distributed.checkpoint import filesystem
 
     class PlainReader(filesystem.FileSystemReader):
@@ -218,8 +228,9 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is no class of torch's metadata")
 
 
-def _plan_dcp(target: _Target, folder: str, parts: list[str], out: OriginLoad) -> None:
-    """Add to `out` the step that loads components of a job from a DCP folder, as far as it has them."""
+def _plan_dcp_load(target: _Target, folder: str, parts: list[str], out: OriginLoad) -> None:
+    """Add to `out` a function that loads those components `parts` of a job that are in a DCP folder, and their
+    reader."""
     from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
@@ -227,14 +238,14 @@ def _plan_dcp(target: _Target, folder: str, parts: list[str], out: OriginLoad) -
         set_model_state_dict,
     )
 
-    keys = set(_make_reader(folder).read_metadata().state_dict_metadata)
+    keys = set(_make_dcp_reader(folder).read_metadata().state_dict_metadata)
     known = {key[:i] for key in keys for i in (*(i for i, c in enumerate(key) if c == "."), len(key))}
     where: dict[str, str] = {}
-    if "model" in parts and (prefix := _find_model(target, keys, known)) is not None:
+    if "model" in parts and (prefix := _find_model_prefix(target, keys, known)) is not None:
         where["model"] = prefix
-    if "optim" in parts and (prefix := _find_optimizer(target, keys)) is not None:
+    if "optim" in parts and (prefix := _find_optimizer_prefix(target, keys)) is not None:
         where["optim"] = prefix
-    if "scheduler" in parts and (prefix := _find_scheduler(target, keys, known, where)) is not None:
+    if "scheduler" in parts and (prefix := _find_scheduler_prefix(target, keys, known, where)) is not None:
         where["scheduler"] = prefix
     names = target.names_of_model(known, where["model"]) if "model" in where else None
 
@@ -244,7 +255,7 @@ def _plan_dcp(target: _Target, folder: str, parts: list[str], out: OriginLoad) -
         options = StateDictOptions(strict=False)
         if names is not None:
             target.spoil_model(names)
-            _put(tree, where["model"], _spell_keys({n: target.model[n] for n in names}))
+            _put_under_prefix(tree, where["model"], _with_text_keys({n: target.model[n] for n in names}))
         if "optim" in where:
             before = where["optim"]
             flat = any(f"{before}param_groups.{n}" in known for n in target.trained)
@@ -256,31 +267,32 @@ def _plan_dcp(target: _Target, folder: str, parts: list[str], out: OriginLoad) -
                 made = {k: x for k, x in made.items() if not k.startswith("state.") or before + k in known}
             else:
                 made["state"] = {n: x for n, x in made["state"].items() if f"{before}state.{n}" in known}
-            _put(tree, before, made)
+            _put_under_prefix(tree, before, made)
         if "scheduler" in where:
             schedule = target.job.scheduler.state_dict()
-            _put(tree, where["scheduler"], _spell_keys(schedule))
-        state_dict_loader.load(tree, storage_reader=_make_reader(folder))
+            _put_under_prefix(tree, where["scheduler"], _with_text_keys(schedule))
+        state_dict_loader.load(tree, storage_reader=_make_dcp_reader(folder))
         if names is not None:
-            found = _restore_keys(_get(tree, where["model"]), target.model)
+            found = _restore_keys(_get_under_prefix(tree, where["model"]), target.model)
             set_model_state_dict(target.job.model, {n: found[n] for n in names}, options=options)
         if "optim" in where:
-            target.set_optimizer(_get(tree, where["optim"]), options)
+            target.set_optimizer(_get_under_prefix(tree, where["optim"]), options)
         if "scheduler" in where:
-            target.job.scheduler.load_state_dict(_restore_keys(_get(tree, where["scheduler"]), schedule))
+            target.job.scheduler.load_state_dict(_restore_keys(_get_under_prefix(tree, where["scheduler"]), schedule))
 
     if where:
         out.readers |= dict.fromkeys(where, "torch's dcp.load")
         out.steps.append(load)
 
 
-def _find_model(target: _Target, keys: Collection[str], known: Collection[str]) -> str | None:
-    """Return what the names of the job's model begin with in a DCP folder: "model.", or "" for a bare state dict; None
-    if they are not there, or in several places.
+def _find_model_prefix(target: _Target, keys: Collection[str], known: Collection[str]) -> str | None:
+    """Return the prefix of the model's names in a DCP folder, such as "model." or ""; None if there is none, or
+    several.
 
     Args:
+        target: the job.
         keys: the keys of the folder.
-        known: those, and what they begin with up to each dot.
+        known: those, and their prefixes up to each dot.
     """
     first = next(n for n, x in target.model.items() if hasattr(x, "element_size"))
     ends = [first, *target.aliases.get(first, ())]
@@ -291,9 +303,9 @@ def _find_model(target: _Target, keys: Collection[str], known: Collection[str]) 
     return found[0] if len(found) == 1 else None
 
 
-def _find_optimizer(target: _Target, keys: Collection[str]) -> str | None:
-    """Return what the names of the optimizer's state begin with in a DCP folder, "optim."; None if it is not there, or
-    in several places."""
+def _find_optimizer_prefix(target: _Target, keys: Collection[str]) -> str | None:
+    """Return the prefix of the optimizer's state in a DCP folder, such as "optim."; None if there is none, or
+    several."""
     trained, found = set(target.trained), set()
     for k in keys:
         for at in (m.start() for m in re.finditer(r"(?<![^.])state\.", k)):
@@ -303,15 +315,15 @@ def _find_optimizer(target: _Target, keys: Collection[str]) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _find_scheduler(
+def _find_scheduler_prefix(
     target: _Target, keys: Collection[str], known: Collection[str], where: Mapping[str, str]
 ) -> str | None:
-    """Return what the names of the scheduler's state begin with in a DCP folder; None if it is not there, or in several
-    places.
+    """Return the prefix of the scheduler's state in a DCP folder; None if there is none, or several.
 
     Args:
-        keys, known: as in `_find_model`.
-        where: what is found already; the scheduler lies outside of it.
+        target: the job.
+        keys, known: as in `_find_model_prefix`.
+        where: {component: prefix} of the other components, where the scheduler's state cannot be.
     """
     if not target.scheduler:
         return None
@@ -326,15 +338,17 @@ def _find_scheduler(
     return found[0] if len(found) == 1 else None
 
 
-def _spell_keys(x: Any) -> Any:
-    """Return a tree in which every key is text: dcp.load leaves others alone, and adds keys of text beside them."""
+def _with_text_keys(x: Any) -> Any:
+    """Return a tree with all keys converted to text, since dcp.load would leave other keys and add text ones next to
+    them."""
     if isinstance(x, Mapping):
-        return {str(k): _spell_keys(y) for k, y in x.items()}
-    return [_spell_keys(y) for y in x] if type(x) is list else x
+        return {str(k): _with_text_keys(y) for k, y in x.items()}
+    return [_with_text_keys(y) for y in x] if type(x) is list else x
 
 
 def _restore_keys(x: Any, live: Any) -> Any:
-    """Return a tree that `_spell_keys` made, with the keys and the mappings of the live one that it was made of."""
+    """Return a tree that `_with_text_numbers` made, with the keys and mapping types of `live`, the tree that it was
+    made from."""
     if isinstance(x, dict) and isinstance(live, Mapping):
         own = {str(k): k for k in live}
         found = {own.get(k, k): _restore_keys(y, live.get(own.get(k, k))) for k, y in x.items()}
@@ -349,15 +363,15 @@ def _restore_keys(x: Any, live: Any) -> Any:
     return x
 
 
-def _put(tree: dict[str, Any], prefix: str, state: Mapping[str, Any]) -> None:
-    """Put a state dict into a tree under a dotted prefix such as "app.model."; under "" into the tree itself."""
+def _put_under_prefix(tree: dict[str, Any], prefix: str, state: Mapping[str, Any]) -> None:
+    """Put a state dict into a nested dict under a dotted prefix such as "app.model."; for "" into the dict itself."""
     for part in prefix.split(".")[:-1]:
         tree = tree.setdefault(part, {})
     tree.update(state)
 
 
-def _get(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the dict that `_put` made under a prefix."""
+def _get_under_prefix(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the dict that `_put_under_prefix` filled under a prefix."""
     for part in prefix.split(".")[:-1]:
         tree = tree[part]
     return tree
@@ -366,18 +380,19 @@ def _get(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------- files of torch, safetensors
 
 
-def _plan_files(target: _Target, files: list[str], parts: list[str], out: OriginLoad) -> None:
-    """Add to `out` the steps that load components of a job from files of torch.save and of safetensors."""
+def _plan_file_loads(target: _Target, files: list[str], parts: list[str], out: OriginLoad) -> None:
+    """Add to `out` the functions that load the components `parts` from files of torch.save or safetensors, and the
+    readers."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     dicts: list[tuple[tuple[str, ...], dict[Any, Any]]] = []
     for f in files if parts else ():
         if not f.endswith((".safetensors", ".json")):
-            dicts += _walk_dicts(_load_file(f), (os.path.splitext(os.path.basename(f))[0],))
-    stored = _tensors_in_safetensors([f for f in files if f.endswith(".safetensors")])
+            dicts += _walk_dicts(_load_plain_file(f), (os.path.splitext(os.path.basename(f))[0],))
+    stored = _map_tensors_to_files([f for f in files if f.endswith(".safetensors")])
     if "model" in parts and target.names_of_model(stored) is not None:
         out.readers["model"] = "safetensors"
-        out.steps.append(lambda: _fill_model(target, stored))
+        out.steps.append(lambda: _fill_model_from_safetensors(target, stored))
     elif "model" in parts:
         # the state of an optimizer has the names of the model for its keys, too
         tensors = [(p, {n for n, x in d.items() if hasattr(x, "element_size")}, d) for p, d in dicts]
@@ -386,9 +401,13 @@ def _plan_files(target: _Target, files: list[str], parts: list[str], out: Origin
             models = [(p, d) for p, d in models if p[-1] in _MODEL_KEYS]
         if len(models) == 1:
             out.readers["model"] = "torch.load"
-            out.steps.append(lambda: _set_model(target, models[0][1]))
+            out.steps.append(lambda: _set_model_state(target, models[0][1]))
     optimizers = [d for _, d in dicts if {"state", "param_groups"} <= d.keys() and isinstance(d["state"], dict)]
-    if "optim" in parts and len(optimizers) == 1 and (state := _name_parameters(target, optimizers[0])) is not None:
+    if (
+        "optim" in parts
+        and len(optimizers) == 1
+        and (state := _name_optimizer_state(target, optimizers[0])) is not None
+    ):
         out.readers["optim"] = "torch.load"
         out.steps.append(lambda: target.set_optimizer(state, StateDictOptions(full_state_dict=True)))
     schedulers = [d for _, d in dicts if set(target.scheduler) <= d.keys()]
@@ -397,9 +416,9 @@ def _plan_files(target: _Target, files: list[str], parts: list[str], out: Origin
         out.steps.append(lambda: target.job.scheduler.load_state_dict(schedulers[0]))
 
 
-def _load_file(path: str) -> Any:
-    """Return what torch.load makes of a file, its tensors mapped into memory where the file allows that; None where
-    torch does not load it as plain data."""
+def _load_plain_file(path: str) -> Any:
+    """Return what torch.load reads from a file with weights_only, memory-mapped if possible; None if it cannot read
+    it."""
     import torch
 
     for mmap in (True, False):
@@ -409,7 +428,7 @@ def _load_file(path: str) -> Any:
 
 
 def _walk_dicts(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[Any, Any]]]:
-    """Yield (keys that lead to it, dict) of every dict in a tree, of lists, too."""
+    """Yield (keys that lead to it, dict) for every dict in a tree of dicts and lists, to a limited depth."""
     if isinstance(tree, dict):
         yield path, tree
     if len(path) > _DEPTH or not isinstance(tree, (dict, list)):
@@ -418,8 +437,8 @@ def _walk_dicts(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, .
         yield from _walk_dicts(x, (*path, str(key)))
 
 
-def _set_model(target: _Target, found: Mapping[str, Any]) -> None:
-    """Let torch put a whole state dict into the model."""
+def _set_model_state(target: _Target, found: Mapping[str, Any]) -> None:
+    """Let torch load an unsharded state dict into the model."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     names = target.names_of_model(found.keys()) or []
@@ -428,9 +447,12 @@ def _set_model(target: _Target, found: Mapping[str, Any]) -> None:
     set_model_state_dict(target.job.model, {n: found[n] for n in names}, options=options)
 
 
-def _name_parameters(target: _Target, saved: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return an optimizer's state dict by FQN; one by numbers is named in the order of the job's optimizer, as
-    torch.optim loads it. None if the two have other numbers of parameters."""
+def _name_optimizer_state(target: _Target, saved: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return an optimizer's state dict with FQNs in place of numbers, by the parameter order of the job's optimizer.
+
+    One that has FQNs already is returned as it is. None if the job has several optimizers, or if their param groups
+    have other numbers of parameters.
+    """
     if all(isinstance(k, str) for k in saved["state"]):
         return dict(saved)
     if len(target.optimizers) != 1:
@@ -451,8 +473,8 @@ def _name_parameters(target: _Target, saved: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def _tensors_in_safetensors(files: list[str]) -> dict[str, str]:
-    """Return {name of a tensor: its file} of files of safetensors."""
+def _map_tensors_to_files(files: list[str]) -> dict[str, str]:
+    """Return {name of a tensor: path of its file} for safetensors files."""
     from safetensors import safe_open
 
     out: dict[str, str] = {}
@@ -462,11 +484,10 @@ def _tensors_in_safetensors(files: list[str]) -> dict[str, str]:
     return out
 
 
-def _fill_model(target: _Target, stored: Mapping[str, str]) -> None:
-    """Copy tensors of safetensors into the model, one after the other.
+def _fill_model_from_safetensors(target: _Target, stored: Mapping[str, str]) -> None:
+    """Copy tensors from safetensors files into the model, one after the other.
 
-    Args:
-        stored: {name: file}.
+    `stored` is {name of a tensor: path of its file}.
     """
     from safetensors import safe_open
 

@@ -16,7 +16,7 @@ from ...errors import UsageError
 from ...live.collectives import gather_objects
 from ..request import RunSettings
 from ..trace import batches, fingerprint, probing
-from ..trace.live_facts import StepNorms, root_of_squares
+from ..trace.live_facts import StepNorms, compute_total_norm
 from ..trace.model import Step, Trace
 from ..trace.numerics import name_missing_kernel
 from ..trace.records import LogitSketch, MemoryRecord
@@ -49,8 +49,8 @@ def _stack_rows(rows: batches.Rows, first: int, last: int, device: Any) -> dict[
     return {k: torch.stack([torch.as_tensor(s[k]) for s in samples]).to(device) for k in samples[0]}
 
 
-def _device(settings: RunSettings) -> Any:
-    """Return this rank's torch.device, its GPU or the CPU."""
+def _get_device(settings: RunSettings) -> Any:
+    """Return this rank's torch.device: its current GPU, or the CPU."""
     import torch
 
     return (
@@ -72,7 +72,7 @@ def measure_probe(job: Job, rows: batches.Rows, settings: RunSettings, file: str
 
     modes = {m: m.training for m in job.model.modules()}
     job.model.eval()
-    batch = _stack_rows(rows, 0, settings.micro_batch, _device(settings))
+    batch = _stack_rows(rows, 0, settings.micro_batch, _get_device(settings))
     with torch.no_grad():
         _, _, logits = job.loss(job.model, batch)
     # training loops begin with train(), which a model of from_pretrained() needs; of one that is in that mode already,
@@ -95,22 +95,22 @@ def measure_probe(job: Job, rows: batches.Rows, settings: RunSettings, file: str
     if not out.probe["agree"] and 2 * marks.count(usual) > len(marks):
         out.probe["odd"] = [rank for rank, m in enumerate(marks) if m != usual]
     inputs = batches.digest_batch({k: x for k, x in batch.items() if k != "labels"})
-    out.probe["batch"] = batches.describe_batch([inputs])["samples"]
+    out.probe["batch"] = batches.make_batch_fields([inputs])["samples"]
     if dist.get_rank() == 0:
         np.save(file, found.cpu().numpy(), allow_pickle=False)
         out.probe["file"] = file
 
 
 def measure_recorded_probe(job: Job, settings: RunSettings, out: Trace) -> None:
-    """Sketch the logits of the rows that a `Recorder` probed its job with; the result goes into
-    `out.probe["recorded"]`. A collective.
+    """Sketch the logits of the rows with which a `Recorder` probed its job; the result goes into
+    `out.probe["recorded"]`.
 
-    Where the model cannot compute them, that says why, as "skipped".
+    A collective. If the model cannot compute them, the result has the reason as "skipped".
     """
     if not settings.probe:
         return
-    batch = probing.probe_batch(settings.probe, _device(settings))
-    why = probing.unsupported_forward_reason(job.model, batch)
+    batch = probing.make_probe_batch(settings.probe, _get_device(settings))
+    why = probing.explain_unsupported_forward(job.model, batch)
     found: LogitSketch = {}
     if why is None:
         try:
@@ -139,16 +139,16 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: RunSettings) -
 
     where = f"step {step - settings.start} of {settings.steps}"
     enter_stage(f"{where}, reading its rows")
-    device = _device(settings)
-    parts = batches.micro_batches(step, settings.global_batch, settings.micro_batch, job.rank, job.world)
+    device = _get_device(settings)
+    parts = batches.list_micro_batches(step, settings.global_batch, settings.micro_batch, job.rank, job.world)
     data = [(_stack_rows(rows, first, last, device), counts) for first, last, counts in parts]
     known = _gather_batch(data, settings)
     rates = _set_learning_rates(job, step, settings)
     measure = StepNorms(job.model)
-    _synchronize(settings)
+    _synchronize_device(settings)
     began = time.perf_counter()
     total, tokens = _accumulate_gradients(job, [row for row, _, _ in parts], data, known, step, settings)
-    _synchronize(settings)
+    _synchronize_device(settings)
     seconds = time.perf_counter() - began
     if dist.get_rank() % settings.mesh.get("tp", 1):
         total.zero_()  # ranks of one tensor-parallel group have the same rows
@@ -161,17 +161,17 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: RunSettings) -
     if counted != tokens:  # the user's own loss counts in a way of its own
         for p in job.model.parameters():
             if p.grad is not None:
-                fingerprint.local_shard(p.grad).mul_(tokens / counted)
+                fingerprint.get_local_shard(p.grad).mul_(tokens / counted)
     if settings.updates:
-        job.peak_before_copies = job.peak_before_copies or _peak_bytes(settings)
+        job.peak_before_copies = job.peak_before_copies or _read_peak_memory(settings)
         measure.copy_parameters()
         job.copied_bytes = measure.copied_bytes
     measure.measure_gradients()
-    norm = root_of_squares(measure.grads)
+    norm = compute_total_norm(measure.grads)
     began = time.perf_counter()
     enter_stage(f"{where}, optimizer")
     _step_optimizer(job, norm, settings)
-    _synchronize(settings)
+    _synchronize_device(settings)
     seconds += time.perf_counter() - began
     if settings.updates:
         measure.measure_updates()
@@ -182,7 +182,7 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: RunSettings) -
         step,
         float(mine.item()),
         norm,
-        root_of_squares(measure.updates) if measure.updates else None,
+        compute_total_norm(measure.updates) if measure.updates else None,
         rates,
         tokens=round(counted),
         seconds=seconds,
@@ -203,30 +203,35 @@ def _accumulate_gradients(
     step: int,
     settings: RunSettings,
 ) -> tuple[Tensor, float]:
-    """Run the forward and backward pass of every micro-batch of this rank; return ([loss, tokens] that this rank summed
-    up, in float64; the tokens by which gradients were divided).
+    """Run the forward and backward passes of this rank's micro-batches.
 
     Args:
-        first_rows: the index of the first row of each micro-batch.
-        data: (rows, whether they count) of each.
-        known: what is known of the whole batch.
-        step: as of `train_step`.
+        job: the job.
+        first_rows: index of the first row of each micro-batch.
+        data: (batch, whether it counts) of each micro-batch.
+        known: what is known of the batch of all ranks.
+        step: number of the step in the whole training, from 1.
+        settings: of the run.
+
+    Returns:
+        (float64 tensor [summed loss, number of tokens] of this rank, number of tokens that the gradients were divided
+        by).
     """
     import torch
 
-    device = _device(settings)
+    device = _get_device(settings)
     total = torch.zeros(2, dtype=torch.float64, device=device)
     tokens: float = known.counts[0]
     first = step == settings.start + 1
     for i, (row, (batch, counts)) in enumerate(zip(first_rows, data, strict=True)):
         enter_stage(f"step {step - settings.start} of {settings.steps}, micro-batch {i + 1} of {len(data)}")
         if not settings.keep_dropout:
-            _seed_by_row(settings.seed, row)
-        before = _generator_states(settings) if first else None
+            _seed_generators(settings.seed, row)
+        before = _read_generator_states(settings) if first else None
         loss, count, _ = job.loss(job.model, batch)
         if i == 0 and job.own_loss is not None:
-            tokens = _count_as_loss_does(float(count), batch, sum(c for _, c in data), known)
-        job.random = job.random or (first and before != _generator_states(settings))
+            tokens = _find_loss_divisor(float(count), batch, sum(c for _, c in data), known)
+        job.random = job.random or (first and before != _read_generator_states(settings))
         if counts:
             total += torch.stack([loss.detach().double(), count.detach().double().to(device)])
         # a pass that does not count still takes part in the collectives; nan * 0 would be nan
@@ -235,8 +240,9 @@ def _accumulate_gradients(
 
 
 def _step_optimizer(job: Job, norm: float, settings: RunSettings) -> None:
-    """Clip the gradients, whose norm is `norm`, where the job does; step the optimizer and the scheduler; drop the
-    gradients.
+    """Clip the gradients if the job does so, step optimizer and scheduler, and zero the gradients.
+
+    `norm` is the L2 norm of all gradients.
 
     Raises:
         OptimizerStepError: the optimizer fails.
@@ -253,11 +259,10 @@ def _step_optimizer(job: Job, norm: float, settings: RunSettings) -> None:
     job.optimizer.zero_grad()
 
 
-def _seed_by_row(seed: int, row: int) -> None:
-    """Seed the generators of torch, numpy and Python by the index of a micro-batch's first row, and not by the rank
-    that has it.
+def _seed_generators(seed: int, row: int) -> None:
+    """Seed the generators of torch, numpy and Python by the index of a micro-batch's first row.
 
-    So the forward pass draws the same numbers at any world size.
+    The rank does not matter, so the forward pass of a micro-batch draws the same numbers at any world size.
     """
     import numpy as np
     import torch
@@ -268,8 +273,9 @@ def _seed_by_row(seed: int, row: int) -> None:
     random.seed(number)
 
 
-def _generator_states(settings: RunSettings) -> Any:
-    """Return the states of all generators that a forward pass may use, only to be compared with ==."""
+def _read_generator_states(settings: RunSettings) -> Any:
+    """Return the states of all generators that a forward pass may use, in a form that only serves for ==
+    comparisons."""
     import numpy as np
     import torch
 
@@ -279,33 +285,37 @@ def _generator_states(settings: RunSettings) -> Any:
 
 
 class _StepBatch(NamedTuple):
-    """What ranks know of a step's batch: the numbers that a loss may divide by (`_possible_counts`), and the fields of
-    a `Step` about it."""
+    """What ranks know of a step's batch: the numbers that a loss may divide by (`_list_possible_counts`), and the
+    fields of a `Step` about it."""
 
     counts: list[int]
     fields: dict[str, Any]
 
 
 def _gather_batch(data: list[tuple[dict[str, Any], bool]], settings: RunSettings) -> _StepBatch:
-    """Gather what ranks know of a step's batch. A collective.
+    """Gather the numbers that a loss may divide by, and the digests, of a step's batch from all ranks. A collective.
 
     Args:
         data: (batch, whether it counts) of each micro-batch of this rank.
+        settings: of the run.
     """
     import torch.distributed as dist
 
     copy = bool(dist.get_rank() % settings.mesh.get("tp", 1))
     mine = [batch for batch, counts in data if counts and not copy]
     digest = batches.add_digests([batches.digest_batch(batch) for batch in mine])
-    parts = [p for p in gather_objects(([_possible_counts(b) for b in mine], digest, copy)) if not p[2]]
+    parts = [p for p in gather_objects(([_list_possible_counts(b) for b in mine], digest, copy)) if not p[2]]
     totals = [sum(column) for column in zip(*(counts for part in parts for counts in part[0]), strict=True)]
-    return _StepBatch([max(1, n) for n in totals], batches.describe_batch([p[1] for p in parts]))
+    return _StepBatch([max(1, n) for n in totals], batches.make_batch_fields([p[1] for p in parts]))
 
 
-def _possible_counts(batch: Mapping[str, Any]) -> list[int]:
-    """Count a micro-batch in every way that a loss may: first the labels after the first that count, or the rows where
-    samples are no rows of tokens; then all elements, those that count, and those after the first of every tensor of
-    integers, and the rows. The same ways for every batch of a job."""
+def _list_possible_counts(batch: Mapping[str, Any]) -> list[int]:
+    """List the numbers of tokens or samples of a micro-batch that a loss may divide by, in the same order for every
+    batch.
+
+    First the labels after the first that count, or the rows if samples are no token rows. Then for every integer tensor
+    all elements, those that count, and those that count after the first. Finally the rows.
+    """
     labels = batch.get("labels", batch.get("input_ids"))
     rows = len(next(iter(batch.values())))
     out = [rows if labels is None or labels.dim() < 2 else int((labels[:, 1:] != batches.IGNORED).sum().item())]
@@ -316,29 +326,28 @@ def _possible_counts(batch: Mapping[str, Any]) -> list[int]:
     return [*out, rows]
 
 
-def _count_as_loss_does(count: float, batch: Mapping[str, Any], passes: int, step: _StepBatch) -> float:
-    """Return the number that the job's own loss will have counted in a whole step, from what it counted in the first
-    micro-batch of each rank. A collective.
+def _find_loss_divisor(count: float, batch: Mapping[str, Any], passes: int, step: _StepBatch) -> float:
+    """Return the number by which the job's own loss divides a whole step, from what it counted in one micro-batch.
 
-    In bfloat16 a gradient must be divided by that number before the backward pass: dividing by another, and making up
-    for it afterwards, rounds otherwise.
+    A collective. In bfloat16 a gradient must be divided by that number before the backward pass: dividing by another
+    one and correcting it afterwards rounds differently.
 
     Args:
         count: what the loss counted in this rank's first micro-batch.
         batch: that micro-batch.
         passes: how many micro-batches of this rank count.
-        step: what is known of all micro-batches.
+        step: what is known of the batch of all ranks.
     """
-    every = gather_objects(([n == count for n in _possible_counts(batch)], count * passes))
+    every = gather_objects(([n == count for n in _list_possible_counts(batch)], count * passes))
     right = [all(ways) for ways in zip(*(fits for fits, _ in every), strict=True)]
     return step.counts[right.index(True)] if True in right else max(1.0, sum(c for _, c in every))
 
 
 def _set_learning_rates(job: Job, step: int, settings: RunSettings) -> list[float]:
-    """Set the learning rates of a step and return them, one for each param group.
+    """Set the learning rates of a step, and return them, one for each param group.
 
-    They change only where no scheduler sets them: from the second step after loading on they are those of the
-    reference, if it has them.
+    They are set only if no scheduler is stepped: from the second step after loading on, to the reference's rates if
+    these are known.
     """
     given = settings.rates.get(step)
     groups = job.optimizer.param_groups
@@ -358,20 +367,21 @@ def _clip_gradients(model: Any, bound: float, norm: float) -> None:
     import torch
 
     factor = min(1.0, bound / (norm + 1e-6))
-    grads = [fingerprint.local_shard(p.grad) for p in model.parameters() if p.grad is not None]
+    grads = [fingerprint.get_local_shard(p.grad) for p in model.parameters() if p.grad is not None]
     torch._foreach_mul_(grads, factor)
 
 
-def _synchronize(settings: RunSettings) -> None:
-    """Wait for the GPU, so that times are those of its work; on CPU do nothing."""
+def _synchronize_device(settings: RunSettings) -> None:
+    """Wait for the GPU to finish, so that measured times include its work; on the CPU do nothing."""
     if settings.device == "cuda":
         import torch
 
         torch.cuda.synchronize()
 
 
-def _peak_bytes(settings: RunSettings) -> tuple[int, int]:
-    """Return the peak memory of this rank so far, (allocated, reserved): of its GPU, or on CPU of the process."""
+def _read_peak_memory(settings: RunSettings) -> tuple[int, int]:
+    """Return this rank's peak memory so far in bytes, (allocated, reserved): of its GPU, or on the CPU of its
+    process."""
     import resource
 
     import torch
@@ -383,14 +393,14 @@ def _peak_bytes(settings: RunSettings) -> tuple[int, int]:
 
 
 def measure_memory(job: Job, settings: RunSettings) -> list[MemoryRecord]:
-    """Measure the peak memory of every rank, in bytes, without the copy of the parameters that no training has. A
-    collective.
+    """Measure the peak memory of every rank in bytes, without the copy of the parameters that only measurements need.
 
-    The peak without the copy is at least that before the first one, and that of all time less the copy.
+    A collective. The peak without that copy is the larger of the peak before the first copy, and the overall peak minus
+    the copy.
     """
     import torch
 
-    before, peaks = job.peak_before_copies or (0, 0), _peak_bytes(settings)
+    before, peaks = job.peak_before_copies or (0, 0), _read_peak_memory(settings)
     allocated, reserved = (max(b, p - job.copied_bytes) for b, p in zip(before, peaks, strict=True))
     if settings.device == "cuda":
         whole = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory

@@ -20,7 +20,7 @@ from typing import Any
 from ...errors import UsageError, argument, kind_of_failure
 from ..request import RunSettings
 from ..trace.batches import Rows
-from ..trace.probing import unsupported_forward_reason
+from ..trace.probing import explain_unsupported_forward
 
 __all__ = ["call_build", "check_batches_fit_model", "check_config_exists", "check_job_source"]
 
@@ -28,7 +28,7 @@ __all__ = ["call_build", "check_batches_fit_model", "check_config_exists", "chec
 _OFFERED = ("mesh", "device")
 
 
-def _split_job(job: str) -> tuple[str, str]:
+def _split_job_argument(job: str) -> tuple[str, str]:
     """Split "where:function" of --job into (file or module, function); the function is "build" if none is given."""
     where, _, name = job.rpartition(":")
     return (where, name) if where else (name, "build")
@@ -62,7 +62,7 @@ def check_job_source(job: str) -> None:
         UsageError: there is no such file, module or function; it is no Python; the function requires other arguments.
             Where a disk or a network fails, the error says that.
     """
-    where, name = _split_job(job)
+    where, name = _split_job_argument(job)
     said = argument("job", job)
     if where.endswith(".py"):
         file = where
@@ -86,7 +86,7 @@ def check_job_source(job: str) -> None:
         raise UsageError(
             f"{said}: {file}{at} is not Python: {e.msg if isinstance(e, SyntaxError) else e}.", code="CKPT0215"
         ) from None
-    defined = dict(_defined_names(tree))
+    defined = dict(_yield_defined_names(tree))
     if name not in defined and "*" not in defined and "__getattr__" not in defined:
         functions = [n for n, node in defined.items() if isinstance(node, ast.FunctionDef) and not n.startswith("_")]
         there = f" It defines {', '.join(functions[:8])}." if functions else ""
@@ -104,12 +104,12 @@ def _refuse_other_arguments(job: str, name: str, others: list[str]) -> None:
     """Refuse a function that requires arguments which ckpttool does not pass.
 
     Args:
-        job: the text of --job, for the error.
+        job: the value of --job, for the error.
         name: the function.
-        others: those arguments; none are no error.
+        others: names of those arguments; [] is accepted.
 
     Raises:
-        UsageError: there are any.
+        UsageError: there are such arguments.
     """
     if others:
         raise UsageError(
@@ -118,11 +118,11 @@ def _refuse_other_arguments(job: str, name: str, others: list[str]) -> None:
         )
 
 
-def _defined_names(tree: ast.AST) -> Iterator[tuple[str, ast.AST | None]]:
-    """Yield (name, its definition, None for an import or a variable) at the top of a module, also inside an if, a try
-    or a with.
+def _yield_defined_names(tree: ast.AST) -> Iterator[tuple[str, ast.AST | None]]:
+    """Yield (name, definition) for the names at the top level of a module, also inside an if, a try or a with.
 
-    "*" stands for `from x import *` and for what may define any name.
+    The definition is None for an import or a variable. The name "*" stands for `from x import *` and for code that may
+    define any name.
     """
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -134,7 +134,7 @@ def _defined_names(tree: ast.AST) -> Iterator[tuple[str, ast.AST | None]]:
         elif isinstance(node, ast.Name) and node.id in ("globals", "exec", "setattr"):
             yield "*", None
         elif not isinstance(node, ast.Lambda):
-            yield from _defined_names(node)
+            yield from _yield_defined_names(node)
 
 
 def _find_module(module: str) -> ModuleSpec | None:
@@ -144,7 +144,7 @@ def _find_module(module: str) -> ModuleSpec | None:
     `module` is its dotted name.
     """
     top, *inner = module.split(".")
-    spec = _find_installed(top) or PathFinder.find_spec(top, [os.getcwd()]) if top.isidentifier() else None
+    spec = _find_installed_module(top) or PathFinder.find_spec(top, [os.getcwd()]) if top.isidentifier() else None
     for part in inner:
         if spec is None or spec.submodule_search_locations is None:
             return None
@@ -153,7 +153,7 @@ def _find_module(module: str) -> ModuleSpec | None:
     return spec
 
 
-def _find_installed(top: str) -> ModuleSpec | None:
+def _find_installed_module(top: str) -> ModuleSpec | None:
     """Find the installed module of a name without dots; None if there is none."""
     try:
         return importlib.util.find_spec(top)
@@ -161,39 +161,42 @@ def _find_installed(top: str) -> ModuleSpec | None:
         return None
 
 
-def _add_to_path(folder: str) -> None:
-    """Put a folder first on sys.path, so that the user's job can import what lies beside it, as a script does.
+def _add_to_sys_path(folder: str) -> None:
+    """Put a folder first on sys.path, so that the user's job can import the modules in it, as a script can.
 
-    A rank has no other folder on its path that is not of its Python or PYTHONPATH.
+    A rank's path otherwise has only folders of its Python and of PYTHONPATH.
     """
     if folder not in sys.path:
         sys.path.insert(0, folder)
 
 
 def call_build(settings: RunSettings, mesh: Any) -> tuple[Any, Any, Any, Any, Any, Any]:
-    """Import and call the user's function: (model, optimizer, scheduler, data, loss, save); None for what it does not
-    give. A tuple has no save.
+    """Import and call the user's function.
 
-    `mesh` is the DeviceMesh that it is offered.
+    `mesh` is the DeviceMesh that is passed if the function has a parameter of that name.
+
+    Returns:
+        (model, optimizer, scheduler, data, loss, save), with None for what the function does not return. A returned
+        tuple has no save.
 
     Raises:
         UsageError: there is no such function, it requires other arguments, or it returns something else. Its own errors
             pass through.
     """
-    where, name = _split_job(str(settings.job))
+    where, name = _split_job_argument(str(settings.job))
     said = argument("job", settings.job)
     if where.endswith(".py"):
         if not os.path.isfile(where):
             raise UsageError(f"{said}: the file {where} does not exist.", code="CKPT0212")
-        _add_to_path(os.path.dirname(os.path.abspath(where)))
+        _add_to_sys_path(os.path.dirname(os.path.abspath(where)))
         spec = importlib.util.spec_from_file_location(os.path.basename(where)[:-3], where)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
     else:
-        if _find_installed(where.partition(".")[0]) is None:
-            _add_to_path(os.getcwd())
+        if _find_installed_module(where.partition(".")[0]) is None:
+            _add_to_sys_path(os.getcwd())
         try:
             module = importlib.import_module(where)
         except ImportError as e:
@@ -290,7 +293,7 @@ def check_batches_fit_model(model: Any, loss: Callable[..., Any] | None, rows: R
     inner = getattr(model, "module", model)
     takes_labels = "labels" in inspect.signature(getattr(inner, "forward", inner)).parameters
     names = [k for k in sample if k != "labels"] + (["labels"] if takes_labels else [])
-    if why := unsupported_forward_reason(model, dict.fromkeys(names)):
+    if why := explain_unsupported_forward(model, dict.fromkeys(names)):
         raise UsageError(
             f"{why}. Rename its parameters, return samples with the keys that it takes, or return a loss(model, batch) "
             "from build() that calls the model as it wants.",

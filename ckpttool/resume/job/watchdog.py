@@ -30,10 +30,10 @@ __all__ = [
     "Stall",
     "Watch",
     "beat_from_json",
-    "beat_period",
     "beat_to_json",
-    "current_stage",
+    "choose_beat_period",
     "enter_stage",
+    "get_current_stage",
     "publishing_beats",
     "read_later_stage",
     "report_progress",
@@ -91,8 +91,8 @@ def beat_from_json(text: str) -> Beat:
     return Beat(**json.loads(text))
 
 
-def beat_period(timeout: float) -> float:
-    """Return the seconds between two beats, for a timeout in seconds."""
+def choose_beat_period(timeout: float) -> float:
+    """Return the seconds between two beats, for a given timeout in seconds."""
     return min(5.0, timeout / 10)
 
 
@@ -132,13 +132,13 @@ def report_progress() -> None:
     _here.moves += 1
 
 
-def current_stage() -> str:
+def get_current_stage() -> str:
     """Return the name of the stage that this rank is in."""
     return _here.what
 
 
 def write_stages_to(path: str) -> None:
-    """Let `enter_stage` write each stage to this file from now on, where it can still be read if the rank is killed.
+    """Let `enter_stage` write each later stage to a file, which can still be read if the rank is killed.
 
     A write takes 2 microseconds.
     """
@@ -175,7 +175,7 @@ class _Pulse(threading.Thread):
             stacks: a text file or a file descriptor for stacks of a hanging rank.
         """
         super().__init__(name="ckpttool-pulse", daemon=True)
-        self.rank, self.timeout, self.period = rank, timeout, beat_period(timeout)
+        self.rank, self.timeout, self.period = rank, timeout, choose_beat_period(timeout)
         self.publish, self.stacks = publish, stacks
         self.over = threading.Event()
         self.main = threading.main_thread().ident
@@ -188,7 +188,7 @@ class _Pulse(threading.Thread):
         """
         count, quiet, before, bytes_before, used_before = 0, 0.0, (0, 0), 0, 0.0
         while True:
-            done, used, now = _bytes_moved(), _cpu_seconds(), (_here.position, _here.moves)
+            done, used, now = _count_bytes_moved(), _read_cpu_seconds(), (_here.position, _here.moves)
             computed = _here.computes and used - used_before >= _BUSY * self.period
             still = now == before and done - bytes_before < _MOVED_BYTES and not computed
             quiet = quiet + self.period if still and count else 0.0
@@ -232,10 +232,10 @@ def publishing_beats(
         pulse.join(2 * pulse.period)
 
 
-def _bytes_moved() -> int:
-    """Return how many bytes this process has read and written so far; 0 where the system does not tell.
+def _count_bytes_moved() -> int:
+    """Return how many bytes this process has read and written so far; 0 if the system does not tell.
 
-    A save or a load of hours has no stages, but moves bytes.
+    A long save or load has no stages, but moves bytes.
     """
     try:
         with open("/proc/self/io", encoding="ascii") as f:
@@ -245,8 +245,8 @@ def _bytes_moved() -> int:
         return 0
 
 
-def _cpu_seconds() -> float:
-    """Return how many seconds the main thread of this process has used a CPU; 0 where the system does not tell."""
+def _read_cpu_seconds() -> float:
+    """Return how many seconds of CPU time the main thread of this process has used; 0 if the system does not tell."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/stat", encoding="ascii", errors="replace") as f:
             user, system = f.read().rpartition(")")[2].split()[11:13]
@@ -256,10 +256,10 @@ def _cpu_seconds() -> float:
 
 
 def _inspect_stack(frame: Any) -> tuple[str, list[str]]:
-    """Inspect the stack of a thread: (the collective that it waits in, "" for none; its frames, innermost first, at
-    most 12).
+    """Return (function of the collective that a thread waits in, its frames), from its innermost frame.
 
-    `frame` is its innermost frame, None if it has none.
+    The first is "" if it waits in none. At most 12 frames are returned, innermost first. `frame` is None if there is
+    none.
     """
     frames = []
     while frame is not None:
@@ -317,7 +317,7 @@ class Stall:
         """Return a text about what a culprit's process does, as far as the kernel or its last beat tells."""
         if not beat.count and not beat.pid:
             return "nothing was heard of it"
-        letter, place = _process_state(beat)
+        letter, place = _read_process_state(beat)
         if letter in ("T", "t"):
             return f"process {beat.pid} is stopped (state {letter}; `kill -CONT {beat.pid}` lets it go on)"
         if letter in ("Z", "X"):
@@ -351,11 +351,11 @@ def _describe_places(beats: Mapping[int, Beat]) -> str:
     return ", ".join(found[:4])
 
 
-def _process_state(beat: Beat) -> tuple[str, str]:
-    """Read what the kernel says of a beat's process: (state letter, such as "T" for stopped; kernel function that it
+def _read_process_state(beat: Beat) -> tuple[str, str]:
+    """Read the kernel's state of a beat's process: (state letter, such as "T" for stopped; kernel function that it
     waits in).
 
-    ("", "") for a process of another machine, ("X", "") if there is none any more.
+    ("", "") for a process of another machine, ("X", "") if the process no longer exists.
     """
     if not beat.pid or beat.host not in ("", socket.gethostname()):
         return "", ""
@@ -382,16 +382,18 @@ class Watch:
             ranks: {rank: process id on this machine, 0 where that is not known}.
             timeout: seconds that a rank may make no progress.
         """
-        self.timeout, self.period = timeout, beat_period(timeout)
+        self.timeout, self.period = timeout, choose_beat_period(timeout)
         self._beats = {rank: Beat(rank, pid) for rank, pid in ranks.items()}
         self._since = dict.fromkeys(ranks, 0.0)  # their last beats, in seconds
 
     def find_stall(self, beats: Mapping[int, Beat], seconds: float) -> Stall | None:
-        """Find which ranks hold the job up; None as long as none has made no progress for the timeout.
+        """Find which ranks hold up the job; None if none has made no progress for the timeout.
+
+        Also None while all ranks without progress only wait for others in collectives, and some others make progress.
 
         Args:
             beats: {rank: its latest beat}, as far as known.
-            seconds: since the last call.
+            seconds: time since the last call.
         """
         for rank in self._beats:
             if rank in beats and beats[rank] != self._beats[rank]:
@@ -413,5 +415,6 @@ class Watch:
         return Stall(sorted(culprits), frozen, dict(self._beats), max(quiet[r] for r in culprits))
 
     def frozen_ranks(self) -> set[int]:
-        """Return the ranks that have published no beat for three periods: even their threads do not run."""
+        """Return the ranks that have published no beat for three periods, so that not even their threads seem to
+        run."""
         return {r for r, since in self._since.items() if since >= _MISSED * self.period}

@@ -25,16 +25,17 @@ from typing import Any
 
 from ...errors import CkpttoolError, MissingPackage, UsageError, argument
 
-__all__ = ["check_interpreter", "make_environment", "naming_interpreter"]
+__all__ = ["check_interpreter", "make_rank_environment", "naming_interpreter"]
 
 #: What draws for people, which no rank does.
 _OF_THE_COMMAND = ("rich", "typer")
 
 
-def make_environment(folder: str) -> dict[str, str]:
-    """Return this process's environment variables, with a folder of ckpttool's code first on PYTHONPATH.
+def make_rank_environment(folder: str) -> dict[str, str]:
+    """Return the environment variables for ranks in another Python: this process's, with this ckpttool first on
+    PYTHONPATH.
 
-    The folder, of links to the files of this ckpttool, is made in `folder`, where there is none yet.
+    A folder of links to ckpttool's files is made in `folder` for that; it must not exist yet.
     """
     package, converters = (import_module(name).__path__[0] for name in ("ckpttool", "ckpttool.converters"))
     links = {name: os.path.join(package, name) for name in os.listdir(package)} | {"converters": converters}
@@ -70,7 +71,7 @@ def check_interpreter(python: str, device: str, folder: str, timeout: float, tra
     words = [python, "-P", "-m", __spec__.name, *needed]
     try:
         done = subprocess.run(
-            words, env=make_environment(folder), stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout
+            words, env=make_rank_environment(folder), stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout
         )
     except (OSError, subprocess.TimeoutExpired) as e:
         raise UsageError(f"{said}: it cannot be run: {e}.", code="CKPT0224") from None
@@ -85,7 +86,7 @@ def check_interpreter(python: str, device: str, folder: str, timeout: float, tra
         raise UsageError(f"{said}: it cannot run the reference: {why}.", code="CKPT0224")
     versions: dict[str, str | None] = found["packages"]
     absent = [n for n in needed if versions[n] is None]
-    old = [n for n in needed if _split_numbers(versions[n] or needed[n]) < _split_numbers(needed[n])]
+    old = [n for n in needed if _split_version(versions[n] or needed[n]) < _split_version(needed[n])]
     if absent or old:
         wrong = [f"{', '.join(absent)} not installed"] if absent else []
         wrong += [f"{n} is {versions[n]}, and {needed[n]} is the oldest that ckpttool knows" for n in old]
@@ -118,15 +119,15 @@ def _list_needed_packages(transformers: bool) -> Iterator[tuple[str, str]]:
             yield found[1], found[2]
 
 
-def _split_numbers(version: str) -> list[int]:
+def _split_version(version: str) -> list[int]:
     """Return the numbers of a version, for comparisons: [2, 10, 0] for "2.10.0"."""
     return [int(x) for x in re.findall(r"\d+", version)]
 
 
 @contextmanager
 def naming_interpreter(python: str | None) -> Iterator[None]:
-    """While the block runs, add a note with the Python of the ranks to ckpttool's errors; None is that of the
-    command, which goes without saying."""
+    """While the block runs, add a note that names the Python of the ranks to ckpttool's errors; none if `python` is
+    None."""
     try:
         yield
     except CkpttoolError as e:

@@ -26,9 +26,9 @@ from ...printable import count_noun
 from ..job.watchdog import Beat, Watch, beat_from_json, read_later_stage
 from ..request import RunSettings, Status, write_settings
 from ..trace.model import Trace, read_trace
-from .interpreter import make_environment, naming_interpreter
+from .interpreter import make_rank_environment, naming_interpreter
 
-__all__ = ["launch_runs", "pass_on_status", "raise_rank_error", "run_ranks", "start_rank"]
+__all__ = ["forward_status_lines", "launch_runs", "raise_rank_error", "run_ranks", "start_rank"]
 
 _GRACE = 3.0  # seconds in which the other ranks of a failed job can leave their errors
 _PATIENCE = 20.0  # seconds for killed processes to end
@@ -53,9 +53,9 @@ def launch_runs(plan: Mapping[str, RunSettings], folder: str, status: Status) ->
     waiting = list(plan.items())
     number = 0
     while waiting:
-        kind = world, python, _ = _process_kind(waiting[0][1])
+        kind = world, python, _ = _find_launch_key(waiting[0][1])
         together = []
-        while waiting and _process_kind(waiting[0][1]) == kind:
+        while waiting and _find_launch_key(waiting[0][1]) == kind:
             together.append(waiting.pop(0))
         inner = os.path.join(folder, f"launch-{number}")
         number += 1
@@ -81,22 +81,25 @@ def launch_runs(plan: Mapping[str, RunSettings], folder: str, status: Status) ->
     return out
 
 
-def _process_kind(settings: RunSettings) -> tuple[int, str | None, bool]:
-    """Return what runs that share the processes of a launch have in common."""
+def _find_launch_key(settings: RunSettings) -> tuple[int, str | None, bool]:
+    """Return what all runs of one launch have in common: (world size, Python program, whether they train from the
+    start)."""
     return settings.world_size, settings.python, bool(settings.fresh_steps)
 
 
 def run_ranks(folder: str, world: int, settings: RunSettings, status: Status) -> None:
-    """Start `world` processes that make the runs in runs.json of `folder`, wait for their end, and pass on what they
-    say.
+    """Start `world` processes that make the runs in runs.json of `folder`, wait for them, and forward their status
+    lines.
 
     Args:
+        folder: the folder of the launch.
+        world: number of ranks.
         settings: those of the first run, for the device and the timeout.
         status: called with what is being done.
 
     Raises:
         CkpttoolError: a rank failed. RankLost: one was killed, or made no progress for `settings.timeout` seconds.
-            Interrupted: Ctrl-C or SIGTERM. No rank is left behind.
+            Interrupted: Ctrl-C or SIGTERM. No rank is left running.
     """
     ranks = _Ranks(folder)
     try:
@@ -105,13 +108,13 @@ def run_ranks(folder: str, world: int, settings: RunSettings, status: Status) ->
         seen, looked = 0, time.monotonic()
         while not ranks.have_ended():
             time.sleep(0.1)
-            seen = pass_on_status(folder, seen, status)
+            seen = forward_status_lines(folder, seen, status)
             if (now := time.monotonic()) - looked >= watch.period:
                 stall = watch.find_stall(_read_beats(folder), now - looked)
                 looked = now
                 if stall is not None:
                     raise _attach_log(stall.to_error(), folder)
-        pass_on_status(folder, seen, status)
+        forward_status_lines(folder, seen, status)
     except KeyboardInterrupt:
         raise Interrupted("stopped; nothing was written to the checkpoint.") from None
     finally:
@@ -157,7 +160,7 @@ class _Ranks:
         common = {
             "OMP_NUM_THREADS": str(threads),
             "TOKENIZERS_PARALLELISM": "false",
-            **(os.environ if settings.python is None else make_environment(self.folder)),
+            **(os.environ if settings.python is None else make_rank_environment(self.folder)),
             "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world),
         }
@@ -168,11 +171,12 @@ class _Ranks:
             self.children[rank] = start_rank(words, environment, log, python)
 
     def have_ended(self) -> bool:
-        """Tell whether all ranks have ended, or one failed 3 seconds ago, in which the others could say why."""
+        """Tell whether all ranks have ended, or one failed over 3 seconds ago, so that others had time to leave
+        errors."""
         for rank, child in self.children.items():
-            if rank not in self.statuses and (status := _exit_status(child.pid)) is not None:
+            if rank not in self.statuses and (status := _read_exit_status(child.pid)) is not None:
                 self.statuses[rank] = status
-        if self._failed is None and (any(self.statuses.values()) or _error_files(self.folder)):
+        if self._failed is None and (any(self.statuses.values()) or _list_error_files(self.folder)):
             self._failed = time.monotonic()
         late = self._failed is not None and time.monotonic() - self._failed > _GRACE
         return late or len(self.statuses) == len(self.children)
@@ -191,7 +195,7 @@ class _Ranks:
                 child.wait(max(0.1, deadline - time.monotonic()))
 
 
-def _exit_status(pid: int) -> int | None:
+def _read_exit_status(pid: int) -> int | None:
     """Return the exit status of a child process, or minus the signal that killed it; None while it runs.
 
     The child is not reaped: it keeps its process id, which is also that of its process group.
@@ -202,11 +206,11 @@ def _exit_status(pid: int) -> int | None:
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
-def pass_on_status(folder: str, seen: int, status: Status) -> int:
-    """Call `status` with each line that rank 0 has added to the file "events" of `folder`; return the byte to continue
-    from.
+def forward_status_lines(folder: str, seen: int, status: Status) -> int:
+    """Call `status` with each new line that rank 0 wrote to the file "events" of `folder`, and return the next byte
+    offset.
 
-    `seen` is the byte that the last call returned, 0 at first.
+    `seen` is the offset that the last call returned, 0 at first.
     """
     try:
         with open(os.path.join(folder, "events"), encoding="utf-8") as f:
@@ -232,26 +236,26 @@ def _read_beats(folder: str) -> dict[int, Beat]:
     return out
 
 
-def _error_files(folder: str) -> list[str]:
+def _list_error_files(folder: str) -> list[str]:
     """List the files in which ranks left their errors, in the folder of a launch."""
     return glob.glob(os.path.join(glob.escape(folder), "error-*.json"))
 
 
 def raise_rank_error(folder: str, statuses: Mapping[int, int]) -> None:
-    """Raise what made the job fail: that a rank was killed, or else the error that a rank left in a file.
+    """Raise the error that made a job fail: that a rank was killed, or else the error that a rank left in a file.
 
-    Only called if there is one of these. The errors of the ranks that lost their peer come after its death, and are not
-    the cause. SIGABRT is last: libraries of collectives end their process with it when a peer is gone.
+    There must be one of these. Errors of ranks that lost a peer are not the cause, since they follow its death. SIGABRT
+    comes last: libraries for collectives end their process with it when a peer is gone.
 
     Args:
-        folder: of the launch.
-        statuses: {rank: exit status, or minus a signal} of those that ended by themselves.
+        folder: the folder of the launch.
+        statuses: {rank: exit status, or minus a signal} of the ranks that ended by themselves.
 
     Raises:
         RankLost: a rank was killed. CkpttoolError: a rank failed; the class is that of its error.
     """
     found = []
-    for path in _error_files(folder):
+    for path in _list_error_files(folder):
         with open(path, encoding="utf-8") as f:
             found.append(json.load(f))
     found.sort(key=lambda error: (not error["known"], error["lost_peer"], error["time"]))
@@ -260,7 +264,7 @@ def raise_rank_error(folder: str, statuses: Mapping[int, int]) -> None:
     if killed or (silent and (not found or found[0]["lost_peer"])):
         rank = min(killed or silent)
         where = _read_beats(folder).get(rank, Beat(rank)).what
-        raise _attach_log(_explain_death(rank, silent[rank], where), folder)
+        raise _attach_log(_make_death_error(rank, silent[rank], where), folder)
     first = found[0]
     text = first["text"] if first["kind"] == "NotRecognised" else " ".join(first["text"].split())
     if first["known"]:
@@ -274,10 +278,11 @@ def raise_rank_error(folder: str, statuses: Mapping[int, int]) -> None:
     )
 
 
-def _explain_death(rank: int, status: int, where: str) -> CkpttoolError:
+def _make_death_error(rank: int, status: int, where: str) -> CkpttoolError:
     """Return the error about a rank that ended without leaving one.
 
     Args:
+        rank: the rank.
         status: its exit status, or minus a signal.
         where: the stage that it was in.
     """
@@ -298,9 +303,9 @@ def _explain_death(rank: int, status: int, where: str) -> CkpttoolError:
 
 
 def _attach_log(e: CkpttoolError, folder: str, more: str = "") -> CkpttoolError:
-    """Return the same error with the path of a log that stays: what ranks printed, their stacks, and the text `more`.
+    """Return a copy of an error that names a saved log: what ranks printed, their stacks, and the text `more`.
 
-    `folder` is that of the launch.
+    `folder` is the folder of the launch.
     """
     kept = os.path.join(tempfile.mkdtemp(prefix="ckpttool-failed-"), "log")
     shutil.copyfile(os.path.join(folder, "log"), kept)

@@ -26,14 +26,14 @@ from typing import Any, NoReturn
 
 from ...errors import CkpttoolError, RankLost, UsageError, argument
 from ...live.collectives import gather_objects
-from ..job.watchdog import Beat, Watch, beat_from_json, beat_period, beat_to_json, enter_stage, publishing_beats
+from ..job.watchdog import Beat, Watch, beat_from_json, beat_to_json, choose_beat_period, enter_stage, publishing_beats
 from ..request import Status
 from ..trace.numerics import set_cuda_environment
 
 __all__ = [
     "exit_process",
     "exit_together",
-    "is_lost_peer",
+    "is_lost_peer_error",
     "is_rank_of_job",
     "joined_job",
     "lasting_job",
@@ -52,8 +52,7 @@ def is_rank_of_job() -> bool:
 
 
 def exit_process(status: int) -> NoReturn:
-    """End this process at once, without Python's usual cleaning up: there, threads of gloo now and then outlive what
-    owns them, and the process aborts."""
+    """End this process at once, without Python's cleanup, in which threads of gloo sometimes abort the process."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -68,9 +67,10 @@ class _LastingJob:
 
 @contextmanager
 def lasting_job() -> Iterator[None]:
-    """Let a process group that `joined_job` makes in this block last until `exit_together`, or until the block fails.
+    """While the block runs, keep the process group that `joined_job` makes until `exit_together`, or until the block
+    fails.
 
-    If it fails, the ranks that wait for this one learn that it is gone.
+    If it fails, the group is destroyed, so that ranks that wait for this one notice.
     """
     _LastingJob.wanted = True
     try:
@@ -114,15 +114,15 @@ def exit_together(status: int) -> NoReturn:
 
 @contextmanager
 def joined_job(device: str, deterministic: bool, timeout: float, meeting: str | None = None) -> Iterator[None]:
-    """While the block runs, this process is in the process group of its job: NCCL on CUDA, gloo on CPU.
+    """While the block runs, keep this process in the process group of its job: NCCL on CUDA, gloo on CPU.
 
-    If torch.distributed is initialised already, its group is used and stays.
+    If torch.distributed is initialised already, its group is used and kept.
 
     Args:
         device: "cuda" or "cpu".
         deterministic: whether to set environment variables for deterministic kernels.
         timeout: seconds that a rank may make no progress; collectives wait for 60 more.
-        meeting: a file, where the ranks of one machine meet; if None they meet at MASTER_ADDR and MASTER_PORT.
+        meeting: the file of a FileStore for ranks of one machine; None to use MASTER_ADDR and MASTER_PORT.
 
     Raises:
         UsageError: MASTER_PORT is in use. CkpttoolError: this rank cannot reach rank 0.
@@ -146,10 +146,10 @@ def joined_job(device: str, deterministic: bool, timeout: float, meeting: str | 
         else:
             try:
                 store, rank, world = next(dist.rendezvous("env://", timeout=patience))  # type: ignore[attr-defined]
-                store = _prefix_of_attempt(store, rank, world, patience)
+                store = _agree_on_store_prefix(store, rank, world, patience)
                 dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
             except dist.DistError as e:
-                raise _explain_join_error(e) from None
+                raise _make_join_error(e) from None
     try:
         yield
     except BaseException:
@@ -162,17 +162,17 @@ def joined_job(device: str, deterministic: bool, timeout: float, meeting: str | 
         dist.destroy_process_group()
 
 
-def _prefix_of_attempt(store: Any, rank: int, world: int, patience: timedelta) -> Any:
-    """Return a view of the store under a prefix that the ranks of this attempt agree on, and no earlier attempt has
-    used. A collective.
+def _agree_on_store_prefix(store: Any, rank: int, world: int, patience: timedelta) -> Any:
+    """Return a view of the store under a prefix that the ranks of this attempt share, and no earlier attempt has used.
 
-    Restarts are counted by each machine for itself, so the count cannot be that prefix. Rank 0 answers whoever asks,
-    until all have heard the answer of this rank 0: some of the questions may be an earlier attempt's.
+    A collective. Each machine counts restarts for itself, so that count cannot be the prefix. Rank 0 answers every
+    question until all ranks have received its answer, since some questions may come from an earlier attempt.
 
     Args:
-        store: torch.distributed's, which all ranks share.
-        rank, world: number of this rank, and of ranks.
-        patience: how long rank 0 waits for the others.
+        store: torch.distributed's store, which all ranks share.
+        rank: number of this rank.
+        world: number of ranks.
+        patience: how long rank 0 waits for the other ranks.
 
     Raises:
         DistStoreError: a rank did not come in time.
@@ -199,8 +199,8 @@ def _prefix_of_attempt(store: Any, rank: int, world: int, patience: timedelta) -
     return dist.PrefixStore(chosen, store)  # type: ignore[attr-defined]
 
 
-def _explain_join_error(e: Exception) -> CkpttoolError:
-    """Return the error that says why this rank could not join the job, and what to do; `e` is torch's."""
+def _make_join_error(e: Exception) -> CkpttoolError:
+    """Return the error that says why this rank could not join the job, and what to do; `e` is torch's error."""
     host, port, rank = (os.environ.get(k, "") for k in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
     if "EADDRINUSE" in str(e):
         return UsageError(
@@ -219,8 +219,8 @@ def _explain_join_error(e: Exception) -> CkpttoolError:
     )
 
 
-def is_lost_peer(e: BaseException) -> bool:
-    """Tell whether an error on a rank means that another rank is gone, as gloo and NCCL say it."""
+def is_lost_peer_error(e: BaseException) -> bool:
+    """Tell whether an error, as gloo and NCCL raise it, means that another rank is gone."""
     import torch.distributed as dist
 
     return isinstance(e, dist.DistError) or "by peer" in str(e)
@@ -228,19 +228,19 @@ def is_lost_peer(e: BaseException) -> bool:
 
 @contextmanager
 def watched_job(timeout: float, status: Status) -> Iterator[None]:
-    """While the block runs, watch the ranks of the job that torchrun or srun started; in the block of `lasting_job`, to
-    the end of that.
+    """While the block runs, watch the ranks of a job that torchrun or srun started; inside `lasting_job` until that
+    ends.
 
-    A silent job ends: its ranks print which one holds it up, and end with the exit code of `RankLost`. Where the store
-    of the job cannot be reached, nothing is watched, and `status` is told so.
+    If the job stalls, its ranks print which one holds it up, and end with the exit code of `RankLost`. If the store of
+    the job cannot be reached, nothing is watched, and `status` gets a line about it.
 
     Args:
         timeout: seconds that a rank may make no progress.
-        status: called with a sentence.
+        status: called with a status line.
     """
     import torch.distributed as dist
 
-    period = beat_period(timeout)
+    period = choose_beat_period(timeout)
     attempt = gather_objects(uuid.uuid4().hex)[0]
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
@@ -274,7 +274,7 @@ class _BeatObserver:
         """
         import torch.distributed as dist
 
-        self.store, self.timeout, self.period = store, timeout, beat_period(timeout)
+        self.store, self.timeout, self.period = store, timeout, choose_beat_period(timeout)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.watch, self.looked = Watch(dict.fromkeys(range(self.world), 0), timeout), time.monotonic()
 
@@ -293,7 +293,7 @@ class _BeatObserver:
         except RuntimeError as e:  # torch's errors of stores are of this class
             if beat.quiet >= self.timeout:
                 where = f"MASTER_ADDR {os.environ['MASTER_ADDR']}, MASTER_PORT {os.environ['MASTER_PORT']}"
-                self._exit_with(
+                self._exit_with_error(
                     RankLost(
                         f"rank {self.rank} has made no progress for {beat.quiet:.0f} s in {beat.what!r}, and the store "
                         f"of the job at {where} does not answer: the process or the machine that serves it (rank 0, or "
@@ -308,9 +308,9 @@ class _BeatObserver:
         if stall is None or (self.rank == 1 and 0 not in self.watch.frozen_ranks()):
             return
         self.store.set("ckpttool-stalled", "1")
-        self._exit_with(stall.to_error())
+        self._exit_with_error(stall.to_error())
 
-    def _exit_with(self, e: RankLost) -> None:
+    def _exit_with_error(self, e: RankLost) -> None:
         """Print an error and its notes, and end this process with the error's exit code."""
         print(f"error: rank {self.rank} of {self.world} says: {e}", file=sys.stderr)  # noqa: T201
         for note in getattr(e, "__notes__", ()):

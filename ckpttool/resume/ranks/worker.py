@@ -30,15 +30,15 @@ from ...errors import CkpttoolError, CommandLine, DoesNotFit, name_flags
 from ...index.checkpoint import Checkpoint, Value
 from ...index.fqns import split_extra_state
 from ...live.collectives import do_all_ranks_meet, gather_objects
-from ...live.job_optimizers import list_optimizers, remember_options
+from ...live.job_optimizers import list_optimizers, make_options_restorer
 from ...live.load import load_opened
-from ...live.plain_values import is_lossless_cast, torch_dtype
-from ...live.shared_index import look_together
+from ...live.plain_values import is_lossless_cast, to_torch_dtype
+from ...live.shared_index import open_index_together
 from ...printable import count_noun
-from ...storage.buffers import peak_memory
+from ...storage.buffers import read_peak_memory
 from ..compare import misfit
 from ..job.build import Job, build_job
-from ..job.origin import OriginLoad, find_origin
+from ..job.origin import OriginLoad, plan_origin_load
 from ..job.round_trip import round_trip
 from ..job.saving import save_job
 from ..job.training import (
@@ -51,31 +51,31 @@ from ..job.training import (
 from ..job.user_job import check_batches_fit_model
 from ..job.watchdog import Beat, beat_to_json, enter_stage, publishing_beats, report_progress, write_stages_to
 from ..request import RunSettings, Status, read_settings
-from ..text import fqn_of
+from ..text import parse_fqn
 from ..trace import batches, fingerprint
 from ..trace.live_facts import (
-    collective_device,
+    choose_collective_device,
+    collect_named_state,
     describe_environment,
-    dtype_name,
+    get_dtype_name,
     has_dropout,
-    held_values,
     list_dropouts,
-    list_own_loading,
-    model_config,
+    list_own_load_functions,
+    list_tied_names,
     named_parameters,
-    named_state,
-    one_element_values,
-    optimizer_numbers,
-    plain_param_groups,
-    tied_names,
+    read_held_values,
+    read_model_config,
+    read_one_element_values,
+    read_optimizer_numbers,
+    to_plain_param_groups,
 )
 from ..trace.model import LIVE, OF_BUILD, Trace, trace_to_json
 from ..trace.numerics import name_missing_kernel, use_numerics, use_recorded_buffers
 from ..trace.recorded_state import gather_side_state
 from ..trace.records import LoadCostRecord, RoundTripRecord
 from ..trace.side_state import collect_side_state
-from ..trace.state_after import read_state_after, sketch_buffers, walk_schedule
-from .torchrun import exit_process, is_lost_peer, joined_job
+from ..trace.state_after import read_state_after, sketch_buffers, step_scheduler_ahead
+from .torchrun import exit_process, is_lost_peer_error, joined_job
 
 __all__ = ["run_job"]
 
@@ -107,7 +107,7 @@ def run_job(settings: RunSettings, probe_file: str, status: Status) -> Trace | N
 
     torch.manual_seed(settings.seed)
     use_numerics(settings.deterministic, settings.numerics)
-    out = (_train_fresh if settings.fresh_steps else _resume)(settings, probe_file, status, begin)
+    out = (_train_fresh_job if settings.fresh_steps else _resume_from_checkpoint)(settings, probe_file, status, begin)
     # the next run of this launch needs the memory
     gc.collect()
     if settings.device == "cuda":
@@ -115,10 +115,12 @@ def run_job(settings: RunSettings, probe_file: str, status: Status) -> Trace | N
     return out if dist.get_rank() == 0 else None
 
 
-def _train_fresh(settings: RunSettings, probe_file: str, status: Status, begin: Status) -> Trace:
-    """Train a job from its start, save it, and go on; return the trace, whose state is that of the save. A collective.
+def _train_fresh_job(settings: RunSettings, probe_file: str, status: Status, begin: Status) -> Trace:
+    """Train a job from its start, save it, and train on; return the trace, whose state is that at the save. A
+    collective.
 
     Args:
+        settings: of the run.
         probe_file, status: as for `run_job`.
         begin: called with each stage.
     """
@@ -126,7 +128,7 @@ def _train_fresh(settings: RunSettings, probe_file: str, status: Status, begin: 
 
     begin("building the model")
     job = build_job(settings, None)
-    out = _begin_trace(settings, job)
+    out = _make_trace(settings, job)
     out.source, out.layout = "the job, from its start", LIVE
     rows, out.sequence = _open_rows(settings, job)
     if settings.keep_dropout:  # ranks draw different numbers, as in a training
@@ -142,7 +144,7 @@ def _train_fresh(settings: RunSettings, probe_file: str, status: Status, begin: 
     begin("looking at what the job holds")
     apart = _fingerprint_job(job, True, out)
     held = gather_side_state(
-        {} if job.scheduler is None else {"scheduler": job.scheduler}, collective_device(job.model), job.model
+        {} if job.scheduler is None else {"scheduler": job.scheduler}, choose_collective_device(job.model), job.model
     )
     for name, found in held.items():
         setattr(out, name, found)
@@ -154,24 +156,25 @@ def _train_fresh(settings: RunSettings, probe_file: str, status: Status, begin: 
         begin("saving the job")
         saved = save_job(job, settings, last)
     out.after = {"loaded": sketch_buffers(job.model)}
-    return replace(_train(job, rows, settings, probe_file, out, status, begin), roundtrip=saved)
+    return replace(_probe_and_train(job, rows, settings, probe_file, out, status, begin), roundtrip=saved)
 
 
-def _resume(settings: RunSettings, probe_file: str, status: Status, begin: Status) -> Trace:
+def _resume_from_checkpoint(settings: RunSettings, probe_file: str, status: Status, begin: Status) -> Trace:
     """Load a checkpoint into a job, and train some steps; return the trace. A collective.
 
     Args:
+        settings: of the run.
         probe_file, status: as for `run_job`.
         begin: called with each stage.
     """
     enter_stage(f"reading the index of {settings.source}")
-    opened, problem = look_together(settings.source, settings.reading)
+    opened, problem = open_index_together(settings.source, settings.reading)
     with opened:
         begin("building the model")
         job = build_job(settings, opened)
         job.notes.extend(use_recorded_buffers(job.model, settings.buffers))
-        out = _begin_trace(settings, job)
-        _note_checkpoint(opened, out)
+        out = _make_trace(settings, job)
+        _add_checkpoint_facts(opened, out)
         rows, out.sequence = _open_rows(settings, job)
         trained = _has_optimizer_state(job, opened, out)
         begin(f"loading {settings.source}")
@@ -182,16 +185,16 @@ def _resume(settings: RunSettings, probe_file: str, status: Status, begin: Statu
             return out
         # before the first forward pass
         begin("comparing what the job holds with the files")
-        _fingerprint_state(job, trained, opened, settings, out, status)
-        _restore_rng(settings, opened, out)
+        _fingerprint_job_and_files(job, trained, opened, settings, out, status)
+        _restore_random_states(settings, opened, out)
         out.after = {"loaded": sketch_buffers(job.model)}
-    return _train(job, rows, settings, probe_file, out, status, begin)
+    return _probe_and_train(job, rows, settings, probe_file, out, status, begin)
 
 
-def _train(
+def _probe_and_train(
     job: Job, rows: batches.Rows, settings: RunSettings, probe_file: str, out: Trace, status: Status, begin: Status
 ) -> Trace:
-    """Probe a job, train the steps after `settings.start`, and return the trace `out` with both. A collective."""
+    """Probe a job, train the steps after `settings.start`, add both to the trace `out`, and return it. A collective."""
     begin("probing")
     with name_missing_kernel():
         measure_probe(job, rows, settings, probe_file, out)
@@ -201,7 +204,7 @@ def _train(
                 out.steps.append(train_step(job, rows, settings.start + 1 + k, settings))
             except OptimizerStepError as e:
                 # where it is the same on all ranks, options or state of the checkpoint may explain it
-                if is_lost_peer(e.error) or not do_all_ranks_meet(_PATIENCE):
+                if is_lost_peer_error(e.error) or not do_all_ranks_meet(_PATIENCE):
                     raise e.error from None
                 out.stopped = str(e)
                 break
@@ -209,22 +212,24 @@ def _train(
             if k == 0:
                 round_trip(job, settings, out, status)
         if out.stopped is None:
-            _look_after_last_step(job, settings, out)
+            _record_final_state(job, settings, out)
     if any(gather_objects(job.random)):
         out.environment["random"] = "restored" if settings.keep_dropout else "seeded"
-    out.final, _ = fingerprint.fingerprint_tensors(named_state(job.model, job.optimizer), collective_device(job.model))
+    out.final, _ = fingerprint.fingerprint_tensors(
+        collect_named_state(job.model, job.optimizer), choose_collective_device(job.model)
+    )
     return out
 
 
-def _begin_trace(settings: RunSettings, job: Job) -> Trace:
-    """Return the trace of a run with what is known before anything is loaded."""
+def _make_trace(settings: RunSettings, job: Job) -> Trace:
+    """Return the trace of a run with what is known before loading: settings, environment and facts about the model."""
     import torch.distributed as dist
 
     environment = describe_environment(settings.device)
     environment["deterministic"] = settings.deterministic
     environment["compile"] = settings.compile
     environment["scheduler_waits"] = job.scheduler_waits
-    environment["own_loading"] = list_own_loading(job.model, list_optimizers(job.optimizer))
+    environment["own_loading"] = list_own_load_functions(job.model, list_optimizers(job.optimizer))
     environment["dropout_probabilities"] = sorted({p for _, _, p in list_dropouts(job.model) if p > 0})
     return Trace(
         source=settings.source,
@@ -240,8 +245,8 @@ def _begin_trace(settings: RunSettings, job: Job) -> Trace:
         clip=settings.clip,
         dropout=has_dropout(job.model),
         parameters=sum(p.numel() for p in job.model.parameters()),
-        tied=tied_names(job.model),
-        config=model_config(job.model),
+        tied=list_tied_names(job.model),
+        config=read_model_config(job.model),
         notes=[*job.notes],
         environment=environment,
         dropout_off=job.dropout_off,
@@ -250,8 +255,8 @@ def _begin_trace(settings: RunSettings, job: Job) -> Trace:
     )
 
 
-def _note_checkpoint(opened: OpenCheckpoint, out: Trace) -> None:
-    """Put what is known of the checkpoint before it is loaded into the trace `out`."""
+def _add_checkpoint_facts(opened: OpenCheckpoint, out: Trace) -> None:
+    """Add layout, notes, unread files, side state and param groups of the checkpoint's files to the trace `out`."""
     ckpt = opened.checkpoint
     out.layout = opened.layout.name
     out.notes = [*ckpt.notes, *out.notes]
@@ -363,7 +368,7 @@ class _LoadCost:
             torch.cuda.synchronize()
             device = torch.cuda.max_memory_allocated()
         seconds = time.monotonic() - self._began
-        return {"seconds": seconds, "bytes": self.bytes, "host_bytes": peak_memory(), "device_bytes": device}
+        return {"seconds": seconds, "bytes": self.bytes, "host_bytes": read_peak_memory(), "device_bytes": device}
 
 
 def _load_checkpoint(
@@ -375,13 +380,16 @@ def _load_checkpoint(
     out: Trace,
     status: Status,
 ) -> str | None:
-    """Load the checkpoint into the job; return why that cannot be done, on every rank alike, or None. A collective.
+    """Load the checkpoint into the job; return why that failed, the same text on every rank, or None. A collective.
 
     Args:
+        settings: of the run.
+        job: the job as it was built.
+        opened: the checkpoint.
         refused: the error that opening the checkpoint gave; None for none.
-        trained: whether to load optimizer and scheduler, too.
+        trained: also load optimizer and scheduler.
         out: the trace, which gets the costs of the load, notes, and what does not fit.
-        status: called with how far the load is.
+        status: called with the progress of the load.
     """
     problem = None if refused is None else str(refused)
     fits = not isinstance(refused, DoesNotFit)
@@ -403,17 +411,17 @@ def _load_checkpoint(
             problem = f"{type(e).__name__}: {e}"
 
     if problem is None:
-        parts = _list_loaded(job, trained)
+        parts = _list_loaded_components(job, trained)
         origin = OriginLoad(lacking=dict.fromkeys(parts, ""))
         if settings.loader == "origin":
-            origin = find_origin(job, opened, parts, settings.scratch)
+            origin = plan_origin_load(job, opened, parts, settings.scratch)
             out.unwitnessed = origin.lacking
-        restore = remember_options(g for o in list_optimizers(job.optimizer) for g in o.param_groups)
+        restore = make_options_restorer(g for o in list_optimizers(job.optimizer) for g in o.param_groups)
         if origin.partial or origin.lacking:
             load_by_ckpttool()
         if origin.readers and not any(gather_objects(problem is not None)):
             enter_stage(f"loading {settings.source} by {', '.join(dict.fromkeys(origin.readers.values()))}")
-            if why := _try_readers(origin):
+            if why := _try_origin_readers(origin):
                 restore()
                 out.unwitnessed = dict.fromkeys(parts, why)
                 load_by_ckpttool()
@@ -426,10 +434,10 @@ def _load_checkpoint(
     out.load_bytes = sum(m["bytes"] for m in out.loads)
     if not all(gather_objects(fits)):
         stored = {t.local_name: t.shape for t in opened.checkpoint.tensors.values() if t.component == "model"}
-        live = {n.removeprefix("model."): tuple(t.shape) for n, t in named_state(job.model).items()}
+        live = {n.removeprefix("model."): tuple(t.shape) for n, t in collect_named_state(job.model).items()}
         # extra states are loaded by the modules, whatever they are
         stored, live = ({n: s for n, s in x.items() if split_extra_state(n) is None} for x in (stored, live))
-        out.misfit = misfit.compare_names(stored, live, out.tied)
+        out.misfit = misfit.compare_names_and_shapes(stored, live, out.tied)
     errors = {p: r for r, p in reversed(list(enumerate(problems))) if p is not None}
     if not errors:
         return None
@@ -438,13 +446,13 @@ def _load_checkpoint(
     return text if len(errors) == 1 and all(p is not None for p in problems) else f"rank {rank}: {text}"
 
 
-def _list_loaded(job: Job, trained: bool) -> list[str]:
-    """List the components of a checkpoint that are loaded into a job."""
+def _list_loaded_components(job: Job, trained: bool) -> list[str]:
+    """List the components that are loaded into a job: "model", and with `trained` also "optim" and "scheduler"."""
     return ["model", *(("optim",) if trained else ()), *(("scheduler",) if trained and job.scheduler else ())]
 
 
-def _try_readers(origin: OriginLoad) -> str | None:
-    """Let the readers of a checkpoint's origin load it; return why one cannot on some rank, or None. A collective."""
+def _try_origin_readers(origin: OriginLoad) -> str | None:
+    """Load with the readers of a checkpoint's origin; return why one failed on a rank, or None. A collective."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     why = None
@@ -458,37 +466,45 @@ def _try_readers(origin: OriginLoad) -> str | None:
 
 
 def _fingerprint_job(job: Job, trained: bool, out: Trace) -> dict[str, Any]:
-    """Put the fingerprints of what the job holds into the trace `out`; return {name: tensor} of those of which ranks
-    hold different copies. A collective.
+    """Put the fingerprints of the job's state into the trace `out`. A collective.
 
-    `trained` is whether to take the optimizer's state, too.
+    `trained` includes the optimizer's state.
+
+    Returns:
+        {canonical name: tensor} of the tensors whose copies differ between ranks.
     """
-    device = collective_device(job.model)
-    tensors = named_state(job.model, job.optimizer if trained else None)
+    device = choose_collective_device(job.model)
+    tensors = collect_named_state(job.model, job.optimizer if trained else None)
     prints, apart = fingerprint.fingerprint_tensors(tensors, device)
-    out.state = {n: (dtype_name(t), tuple(t.shape), prints[n]) for n, t in tensors.items()}
-    out.scalars = one_element_values(tensors) | (optimizer_numbers(job.model, job.optimizer) if trained else {})
+    out.state = {n: (get_dtype_name(t), tuple(t.shape), prints[n]) for n, t in tensors.items()}
+    out.scalars = read_one_element_values(tensors) | (
+        read_optimizer_numbers(job.model, job.optimizer) if trained else {}
+    )
     low = {n: p for n, p in named_parameters(job.model).items() if p.is_floating_point() and p.element_size() == 2}
-    out.quanta = fingerprint.global_norms(low, device, fingerprint.spacing_16bit)
-    out.groups = [] if job.optimizer is None else plain_param_groups(job.model, job.optimizer)
-    out.held = held_values(job.model, job.scheduler if trained else None)
+    out.quanta = fingerprint.compute_global_norms(low, device, fingerprint.compute_16bit_spacing)
+    out.groups = [] if job.optimizer is None else to_plain_param_groups(job.model, job.optimizer)
+    out.held = read_held_values(job.model, job.scheduler if trained else None)
     return {n: tensors[n] for n in apart}
 
 
-def _fingerprint_state(
+def _fingerprint_job_and_files(
     job: Job, trained: bool, opened: OpenCheckpoint, settings: RunSettings, out: Trace, status: Status
 ) -> None:
-    """Put the fingerprints of what the job holds, and of the files, into the trace `out`. A collective.
+    """Put the fingerprints of the job's state, and of the checkpoint's files, into the trace `out`. A collective.
 
     Args:
+        job: the job after loading.
         trained: whether the optimizer's state was loaded, too.
-        status: called with how far the second reading of the files is.
+        opened: the checkpoint.
+        settings: of the run.
+        out: the trace.
+        status: called with the progress of the second reading of the files.
     """
     import torch
     import torch.distributed as dist
 
-    device = collective_device(job.model)
-    tensors = named_state(job.model, job.optimizer if trained else None)
+    device = choose_collective_device(job.model)
+    tensors = collect_named_state(job.model, job.optimizer if trained else None)
     if apart := list(_fingerprint_job(job, trained, out)):
         out.notes.append(
             f"copies on several ranks are not equal, of {count_noun(len(apart), 'tensor')}, first {apart[0]}"
@@ -499,39 +515,39 @@ def _fingerprint_state(
     rest = [
         n
         for n, t in opened.locate().tensors.items()
-        if t.component not in _IN_JOB or (t.component in used and n not in tensors and fqn_of(n) not in tied)
+        if t.component not in _IN_JOB or (t.component in used and n not in tensors and parse_fqn(n) not in tied)
     ]
     ranks = dist.get_rank(), dist.get_world_size()
     marks = fingerprint.fingerprint_files(opened, rest, *ranks, device)
     out.others |= {n: (opened.checkpoint.tensors[n].dtype, opened.checkpoint.tensors[n].shape, marks[n]) for n in rest}
     for dtype in settings.dtypes:
-        others = {n: t for n, t in tensors.items() if t.is_floating_point() and dtype_name(t) != dtype}
+        others = {n: t for n, t in tensors.items() if t.is_floating_point() and get_dtype_name(t) != dtype}
         out.rounded[dtype], _ = fingerprint.fingerprint_tensors(others, device, getattr(torch, dtype))
     entries = opened.locate().tensors
-    other = [n for n, t in entries.items() if n in tensors and t.dtype != dtype_name(tensors[n])]
+    other = [n for n, t in entries.items() if n in tensors and t.dtype != get_dtype_name(tensors[n])]
     if settings.reread or settings.dtypes:
         marks = fingerprint.fingerprint_files(opened, other, *ranks, device)
         out.stored_as = {n: (entries[n].dtype, marks[n]) for n in other}
     if settings.reread:
-        lossy = [n for n in other if not is_lossless_cast(entries[n].dtype, dtype_name(tensors[n]))]
+        lossy = [n for n in other if not is_lossless_cast(entries[n].dtype, get_dtype_name(tensors[n]))]
         for dtype in sorted({entries[n].dtype for n in lossy}):
             # what the job holds may still be every digit of it, such as a step that was saved as an integer
             again = {n: tensors[n] for n in lossy if entries[n].dtype == dtype}
-            back, _ = fingerprint.fingerprint_tensors(again, device, torch_dtype(dtype))
+            back, _ = fingerprint.fingerprint_tensors(again, device, to_torch_dtype(dtype))
             lossy = [n for n in lossy if back.get(n) != marks[n]]
         out.environment["rounded"] = lossy
         if other:
-            kinds = f"{entries[other[0]].dtype} in the files and {dtype_name(tensors[other[0]])} in the job"
+            kinds = f"{entries[other[0]].dtype} in the files and {get_dtype_name(tensors[other[0]])} in the job"
             out.notes.append(f"of another dtype: {count_noun(len(other), 'tensor')}, first {other[0]}: {kinds}")
         common = [n for n in entries if n in tensors]
         in_job = {n: tensors[n].dtype for n in other}
         out.stored = fingerprint.fingerprint_files(opened, common, *ranks, device, _RateReporter(status), in_job)
 
 
-def _look_after_last_step(job: Job, settings: RunSettings, out: Trace) -> None:
-    """Put what the job holds after the last step, and the rates of later steps, into the trace `out`. A collective.
+def _record_final_state(job: Job, settings: RunSettings, out: Trace) -> None:
+    """Put memory, the state after the last step, and the rates of later steps into the trace `out`. A collective.
 
-    It is the last thing that is done with the job, whose scheduler is stepped ahead.
+    The job cannot be used afterwards, since its scheduler is stepped ahead.
     """
     enter_stage("reading what the job holds after the last step")
     out.memory = measure_memory(job, settings)
@@ -541,14 +557,13 @@ def _look_after_last_step(job: Job, settings: RunSettings, out: Trace) -> None:
     elif job.scheduler is not None:
         enter_stage("stepping the scheduler ahead")
         groups = job.optimizer.param_groups
-        out.schedule = walk_schedule(job.scheduler, groups, settings.start + settings.steps, report_progress)
+        out.schedule = step_scheduler_ahead(job.scheduler, groups, settings.start + settings.steps, report_progress)
 
 
-def _restore_rng(settings: RunSettings, opened: OpenCheckpoint, out: Trace) -> None:
-    """Restore this rank's random states from the checkpoint if dropout is kept, and the checkpoint has them for as many
-    ranks.
+def _restore_random_states(settings: RunSettings, opened: OpenCheckpoint, out: Trace) -> None:
+    """Restore this rank's random states if dropout is kept and the checkpoint has the states of exactly as many ranks.
 
-    Whether it has goes into `out.environment`, and a note if not.
+    Whether it has them goes into `out.environment["rng_restored"]`; if not, a note is added.
     """
     if not settings.keep_dropout:
         return
@@ -603,20 +618,20 @@ def main(folder: str) -> None:
                         if trace is not None:
                             _write_atomically(folder, f"trace-{i}.json", json.dumps(trace_to_json(trace), default=str))
                 except BaseException as e:
-                    _leave_with_error(folder, rank, e)  # before the job is left, which may wait for a rank that is gone
+                    _exit_with_error(folder, rank, e)  # before the job is left, which may wait for a rank that is gone
         except BaseException as e:
-            _leave_with_error(folder, rank, e)
+            _exit_with_error(folder, rank, e)
     exit_process(0)
 
 
-def _leave_with_error(folder: str, rank: int, e: BaseException) -> NoReturn:
-    """Write this rank's error `e` to a file for the launching process, and end this process with 1."""
+def _exit_with_error(folder: str, rank: int, e: BaseException) -> NoReturn:
+    """Write this rank's error `e` to a file for the launching process, and end this process with status 1."""
     import traceback
 
     word: Mapping[str, Any] = {
         "rank": rank,
         "known": isinstance(e, CkpttoolError),
-        "lost_peer": is_lost_peer(e),
+        "lost_peer": is_lost_peer_error(e),
         "kind": e.kind if isinstance(e, CkpttoolError) else type(e).__name__,
         "code": e.code if isinstance(e, CkpttoolError) else None,
         "text": str(e) or type(e).__name__,

@@ -22,11 +22,10 @@ _NEW = 60.0  # seconds in which a run certainly takes the lock of the folder tha
 
 @contextmanager
 def temporary_workspace(parent: str | None = None) -> Iterator[str]:
-    """While the block runs, there is a new folder for temporary files; it is removed afterwards, and those of dead runs
-    before.
+    """While the block runs, provide a new folder for temporary files, which is removed at the end.
 
-    A run holds the lock of its folder, and the kernel lets go of it when the run ends. Not every network file system
-    has locks that other machines see, so the name says whose folder it is.
+    Folders that dead runs left are removed first. A run holds a lock in its folder, which the kernel releases when the
+    run ends. Not every network file system has locks that other machines see, so the folder's name has the host name.
 
     Args:
         parent: where it is made; None for the system's folder for temporary files.
@@ -37,7 +36,7 @@ def temporary_workspace(parent: str | None = None) -> Iterator[str]:
     parent = parent or tempfile.gettempdir()
     prefix = f"ckpttool-resume-{re.sub('[^A-Za-z0-9.-]', '-', socket.gethostname())}-"
     for old in glob.glob(os.path.join(glob.escape(parent), f"{prefix}*")):
-        _remove_if_dead(old)
+        _remove_dead_workspace(old)
     with (
         tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as folder,
         open(os.path.join(folder, _LOCK), "wb") as lock,
@@ -47,9 +46,9 @@ def temporary_workspace(parent: str | None = None) -> Iterator[str]:
         yield folder
 
 
-def _remove_if_dead(folder: str) -> None:
-    """Remove a workspace folder whose run has ended, so that nobody holds its lock; one younger than a minute is
-    left."""
+def _remove_dead_workspace(folder: str) -> None:
+    """Remove a workspace folder if its run has ended, so that nobody holds its lock; one younger than a minute is
+    kept."""
     try:
         if time.time() - os.stat(folder).st_mtime < _NEW:
             return

@@ -17,7 +17,7 @@ from itertools import pairwise
 from ..text import format_number
 from .facts import ComparedStep
 
-__all__ = ["Figure", "Shape", "draw_figure", "finite_or_inf"]
+__all__ = ["Figure", "Shape", "draw_figure", "replace_nan_by_inf"]
 
 #: The view box, and the places of the panels in it.
 _WIDTH, _HEIGHT = 460, 400
@@ -80,80 +80,81 @@ def draw_figure(quantity: str, name: str, rows: Sequence[ComparedStep], with_ref
     expected: list[float | None] = [getattr(r.expected, quantity) if r.expected is not None else None for r in rows]
     differences = [r.differences[quantity] for r in rows if quantity in r.differences]
     bottom, height = (_BOTTOM, _HEIGHT) if differences else (_MIDDLE, _MIDDLE + _HEIGHT - _BOTTOM)
-    axis = _linear_axis([v for v in [*got, *expected] if v is not None])
+    axis = _make_linear_axis([v for v in [*got, *expected] if v is not None])
     markers = len(rows) <= _MANY
 
-    shapes = list(_grid(axis, _TOP, _MIDDLE))
+    shapes = list(_draw_grid(axis, _TOP, _MIDDLE))
     if with_reference:
-        shapes += _curve("ref", xs, expected, axis)
-        shapes += _markers("ref", xs, expected, axis, markers)
-    shapes += _curve("run", xs, got, axis)
-    shapes += _markers("run", xs, got, axis, markers)
+        shapes += _draw_curve("ref", xs, expected, axis)
+        shapes += _draw_markers("ref", xs, expected, axis, markers)
+    shapes += _draw_curve("run", xs, got, axis)
+    shapes += _draw_markers("run", xs, got, axis, markers)
     if differences:
-        shapes += _lower_panel(quantity, rows, xs, markers)
+        shapes += _draw_lower_panel(quantity, rows, xs, markers)
     for step in sorted({steps[round(i * (len(steps) - 1) / 4)] for i in range(5)}):
-        shapes.append(_text("tick", f"{x(step):.1f}", bottom + 17, str(step), "middle"))
-    shapes.append(_text("axis", (_LEFT + _RIGHT) / 2, height - 6, "step", "middle"))
-    shapes.append(_text("axis", 0, _TOP - 17, _UNITS[quantity]))
+        shapes.append(_make_text("tick", f"{x(step):.1f}", bottom + 17, str(step), "middle"))
+    shapes.append(_make_text("axis", (_LEFT + _RIGHT) / 2, height - 6, "step", "middle"))
+    shapes.append(_make_text("axis", 0, _TOP - 17, _UNITS[quantity]))
     if differences:
-        shapes.append(_text("axis", 0, _LOWER - 17, "difference, relative to the reference"))
+        shapes.append(_make_text("axis", 0, _LOWER - 17, "difference, relative to the reference"))
     edges = [_LEFT, *((a + b) / 2 for a, b in pairwise(xs)), _RIGHT]
     for row, (left, right) in zip(rows, pairwise(edges), strict=True):
-        shapes.append(_tooltip(quantity, row, left, right, bottom))
+        shapes.append(_make_tooltip(quantity, row, left, right, bottom))
     label = f"{name} of {len(rows)} steps, {first} to {last}"
     if differences:
-        label += f"; differences up to {format_number(max(map(finite_or_inf, differences)), 2)}"
+        label += f"; differences up to {format_number(max(map(replace_nan_by_inf, differences)), 2)}"
     return Figure(name, label, _WIDTH, height, shapes)
 
 
-def finite_or_inf(difference: float) -> float:
-    """Return a difference as a sort key: NaN counts as infinite."""
+def replace_nan_by_inf(difference: float) -> float:
+    """Return a difference for sorting: infinity for NaN, otherwise the difference itself."""
     return math.inf if math.isnan(difference) else difference
 
 
 # ------------------------------------------------------------------------------------------------------------- elements
 
 
-def _path(kind: str, d: str) -> Shape:
+def _make_path(kind: str, d: str) -> Shape:
     """Make an SVG path; `kind` is its class in the style sheet, `d` its commands."""
     return Shape("path", {"class": kind, "d": d})
 
 
-def _circle(kind: str, x: float, y: float, r: float) -> Shape:
+def _make_circle(kind: str, x: float, y: float, r: float) -> Shape:
     """Make an SVG circle with centre (x, y) and radius `r`; `kind` is its class in the style sheet."""
     return Shape("circle", {"class": kind, "cx": f"{x:.1f}", "cy": f"{y:.1f}", "r": r})
 
 
-def _text(kind: str, x: object, y: object, text: str, anchor: str | None = None) -> Shape:
-    """Make an SVG text; `kind` is its class in the style sheet.
+def _make_text(kind: str, x: object, y: object, text: str, anchor: str | None = None) -> Shape:
+    """Make an SVG text at (x, y); `kind` is its class in the style sheet.
 
-    `anchor` is "middle" or "end", the place of (x, y) in the text; None for its start.
+    `anchor` is "middle" or "end" if that part of the text is at (x, y); None if its start is.
     """
     return Shape("text", {"class": kind, "x": x, "y": y, "text-anchor": anchor}, text)
 
 
-def _cross_mark(x: float, y: float) -> Shape:
-    """Make a cross at (x, y), for a value that is outside of the envelope (the bounds), or not a finite number."""
-    return _path("out", f"M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8")
+def _make_cross_mark(x: float, y: float) -> Shape:
+    """Make a cross at (x, y), for a value that is outside of its bound or not finite."""
+    return _make_path("out", f"M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8")
 
 
-def _grid(axis: _Axis, top: float, bottom: float) -> Iterator[Shape]:
-    """Draw the frame of a panel between two heights, its grid lines and their numbers."""
-    yield _path("frame", f"M{_LEFT} {top}V{bottom}H{_RIGHT}")
+def _draw_grid(axis: _Axis, top: float, bottom: float) -> Iterator[Shape]:
+    """Draw the frame of a panel between two y coordinates, with grid lines and their numbers."""
+    yield _make_path("frame", f"M{_LEFT} {top}V{bottom}H{_RIGHT}")
     for value, text in axis.ticks:
         y = axis.place(value)
         if top - 1 <= y <= bottom + 1:
-            yield _path("grid", f"M{_LEFT} {y:.1f}H{_RIGHT}")
-            yield _text("tick", _LEFT - 7, f"{y + 4:.1f}", text, "end")
+            yield _make_path("grid", f"M{_LEFT} {y:.1f}H{_RIGHT}")
+            yield _make_text("tick", _LEFT - 7, f"{y + 4:.1f}", text, "end")
 
 
-def _curve(kind: str, xs: Sequence[float], values: Sequence[float | None], axis: _Axis) -> Iterator[Shape]:
+def _draw_curve(kind: str, xs: Sequence[float], values: Sequence[float | None], axis: _Axis) -> Iterator[Shape]:
     """Draw a curve, with gaps where a value is None or not finite.
 
     Args:
         kind: its class in the style sheet.
-        xs: places in the chart, one for each value.
-        axis: gives the height of a value.
+        xs: x coordinate of each value.
+        values: the values.
+        axis: maps a value to its y coordinate.
     """
     d, pen = [], False
     for x, v in zip(xs, values, strict=True):
@@ -163,32 +164,35 @@ def _curve(kind: str, xs: Sequence[float], values: Sequence[float | None], axis:
         d.append(f"{'L' if pen else 'M'}{x:.1f} {axis.place(v):.1f}")
         pen = True
     if d:
-        yield _path(kind, "".join(d))
+        yield _make_path(kind, "".join(d))
 
 
-def _markers(
+def _draw_markers(
     kind: str, xs: Sequence[float], values: Sequence[float | None], axis: _Axis, drawn: bool
 ) -> Iterator[Shape]:
-    """Draw a mark for each value: squares for kind "ref" (the reference), else dots; crosses for numbers that are not
-    finite.
+    """Draw a mark for each value: a square for kind "ref" (the reference), else a dot; a cross if it is not finite.
 
-    `drawn` False leaves out all but the crosses. `xs` are places in the chart, one for each value; None has no mark.
+    Args:
+        kind: its class in the style sheet.
+        xs: x coordinate of each value.
+        values: the values; None has no mark.
+        axis: maps a value to its y coordinate.
+        drawn: False draws only the crosses.
     """
     for x, v in zip(xs, values, strict=True):
         if v is None:
             continue
         if not math.isfinite(v):
-            yield _cross_mark(x, _TOP + 6)
+            yield _make_cross_mark(x, _TOP + 6)
         elif drawn and kind == "ref":
             y = axis.place(v)
             yield Shape("rect", {"class": kind, "x": f"{x - 4.5:.1f}", "y": f"{y - 4.5:.1f}", "width": 9, "height": 9})
         elif drawn:
-            yield _circle(kind, x, axis.place(v), 3)
+            yield _make_circle(kind, x, axis.place(v), 3)
 
 
-def _tooltip(quantity: str, row: ComparedStep, left: float, right: float, bottom: float) -> Shape:
-    """Make an invisible strip of the chart, from `left` to `right`, that shows the numbers of its step to the
-    pointer."""
+def _make_tooltip(quantity: str, row: ComparedStep, left: float, right: float, bottom: float) -> Shape:
+    """Make an invisible rectangle from x = `left` to `right` that shows the numbers of its step as a tooltip."""
     lines = [f"step {row.got.step}", f"this run {format_number(getattr(row.got, quantity), 8)}"]
     if row.expected is not None:
         lines.append(f"reference {format_number(getattr(row.expected, quantity), 8)}")
@@ -204,22 +208,24 @@ def _tooltip(quantity: str, row: ComparedStep, left: float, right: float, bottom
 # ---------------------------------------------------------------------------------------------------------- the panels
 
 
-def _lower_panel(quantity: str, rows: Sequence[ComparedStep], xs: Sequence[float], markers: bool) -> Iterator[Shape]:
-    """Draw the differences of a quantity on a logarithmic axis, with the bounds; zeros have a row of their own below
-    it.
+def _draw_lower_panel(
+    quantity: str, rows: Sequence[ComparedStep], xs: Sequence[float], markers: bool
+) -> Iterator[Shape]:
+    """Draw the differences of a quantity on a logarithmic axis, with the bounds; zeros are drawn on a line below it.
 
     Args:
         quantity: a key of `facts.QUANTITIES`.
-        xs: places of the steps in the chart.
-        markers: whether to mark each step; zeros and what is outside of the bounds always are.
+        rows: the steps.
+        xs: x coordinate of each step.
+        markers: mark each step; zeros and values outside of their bounds are always marked.
     """
     differences = [r.differences.get(quantity) for r in rows]
     bounds = [r.bounds.get(quantity) for r in rows]
-    axis, zero = _decade_axis([v for v in [*differences, *bounds] if v is not None])
-    yield from _grid(axis, _LOWER, _BOTTOM)
+    axis, zero = _make_log_axis([v for v in [*differences, *bounds] if v is not None])
+    yield from _draw_grid(axis, _LOWER, _BOTTOM)
     if zero is not None:
-        yield _path("grid", f"M{_LEFT} {zero}H{_RIGHT}")
-        yield _text("tick", _LEFT - 7, zero + 4, "0", "end")
+        yield _make_path("grid", f"M{_LEFT} {zero}H{_RIGHT}")
+        yield _make_text("tick", _LEFT - 7, zero + 4, "0", "end")
 
     def y(v: float) -> float:
         if v <= 0:
@@ -230,24 +236,23 @@ def _lower_panel(quantity: str, rows: Sequence[ComparedStep], xs: Sequence[float
     if known:
         known = [(_LEFT, known[0][1]), *known, (_RIGHT, known[-1][1])]
         points = " ".join(f"{a:.1f} {b:.1f}" for a, b in known)
-        yield _path("band", f"M{_LEFT} {_BOTTOM}L{points}L{_RIGHT} {_BOTTOM}Z")
-        yield _path("bound", f"M{points}")
+        yield _make_path("band", f"M{_LEFT} {_BOTTOM}L{points}L{_RIGHT} {_BOTTOM}Z")
+        yield _make_path("bound", f"M{points}")
     finite = [d if d is not None and math.isfinite(d) else None for d in differences]
-    yield from _curve("apart", xs, finite, _Axis(y))
+    yield from _draw_curve("apart", xs, finite, _Axis(y))
     for row, x, d in zip(rows, xs, differences, strict=True):
         if d is None:
             continue
         if not d <= row.bounds.get(quantity, math.inf):
-            yield _cross_mark(x, max(_LOWER + 4, y(d)))
+            yield _make_cross_mark(x, max(_LOWER + 4, y(d)))
         elif d == 0:
-            yield _circle("zero", x, y(d), 3.6 if markers else 2.4)
+            yield _make_circle("zero", x, y(d), 3.6 if markers else 2.4)
         elif markers:
-            yield _circle("apart", x, y(d), 3.4)
+            yield _make_circle("apart", x, y(d), 3.4)
 
 
-def _linear_axis(values: Sequence[float]) -> _Axis:
-    """Make the axis of the upper panel, from and to round numbers around the values; without ticks where floats cannot
-    hold the span."""
+def _make_linear_axis(values: Sequence[float]) -> _Axis:
+    """Make the axis of the upper panel between round numbers around the values; without ticks if the span overflows."""
     middle = _Axis(lambda v: (_MIDDLE + _TOP) / 2)
     finite = [v for v in values if math.isfinite(v)]
     lo, hi = (min(finite), max(finite)) if finite else (0.0, 1.0)
@@ -274,15 +279,13 @@ def _linear_axis(values: Sequence[float]) -> _Axis:
 
 
 def _format_tick(x: float, digits: int) -> str:
-    """Format a number of an axis with so many significant digits; with three where that takes more than 8
-    characters."""
+    """Format a number of an axis with `digits` significant digits; with three if that takes more than 8 characters."""
     text = f"{x:.{digits}g}"
     return text if len(text) <= 8 else f"{x:.2e}"
 
 
-def _decade_axis(values: Sequence[float]) -> tuple[_Axis, float | None]:
-    """Make the axis of the lower panel, in powers of ten: (axis, height of zeros in the chart; None if there are
-    none)."""
+def _make_log_axis(values: Sequence[float]) -> tuple[_Axis, float | None]:
+    """Make the logarithmic axis of the lower panel: (axis, y coordinate of zeros; None if there are none)."""
     positive = [v for v in values if math.isfinite(v) and v > 0]
     bottom: float = _BOTTOM
     zero = None

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from ...printable import count_noun, escape_unprintable, list_first
-from ..compare.differences import loaded_versions, package_differences, relative_deviation
+from ..compare.differences import collect_package_versions, compute_relative_deviation, find_package_differences
 from ..compare.limits import compute_metrics
 from ..compare.misfit import describe_misfit
 from ..compare.side_state_differences import is_recording
@@ -28,32 +28,33 @@ from ..trace.records import LoadCostRecord
 __all__ = [
     "QUANTITIES",
     "ComparedStep",
-    "compared_rows",
+    "compute_relative_difference",
     "count_checks",
+    "describe_device",
     "describe_load_costs",
-    "device_name",
+    "describe_verdict",
+    "find_metric",
     "format_bound",
-    "known_metric",
     "list_facts",
     "list_speed",
-    "relative_difference",
-    "verdict_sentence",
+    "pair_steps_with_reference",
 ]
 
 #: What is compared step by step: the field of Step, and its name in words.
 QUANTITIES = {"loss": "loss", "grad_norm": "grad norm", "update_norm": "update norm"}
 
 
-def verdict_sentence(report: Report) -> str:
-    """Return the verdict of a report in one to three sentences, and what ran the two sides if a Python each."""
-    verdict, sides = _verdict_alone(report), _describe_environments(report, 3)
+def describe_verdict(report: Report) -> str:
+    """Return the verdict of a report in one to three sentences, with both environments if the sides ran different
+    Pythons."""
+    verdict, sides = _describe_verdict_alone(report), _describe_environments(report, 3)
     if sides is None or not _has_other_python(report):
         return verdict
     return f"{verdict} This run: {sides[0]}. Reference: {sides[1]}."
 
 
-def _verdict_alone(report: Report) -> str:
-    """Return the verdict of a report in one to three sentences."""
+def _describe_verdict_alone(report: Report) -> str:
+    """Return the verdict of a report in one to three sentences, without environments."""
     failed = [c for c in report.checks if c.verdict == "fail"]
     continuity = [c for c in failed if c.stage != "gate"]
     total, aside = len(report.checks), count_checks(report, "not comparable")
@@ -83,7 +84,7 @@ def _verdict_alone(report: Report) -> str:
 
 
 def _describe_training(report: Report) -> str:
-    """Return a clause that says what the training of a run that passed goes on like."""
+    """Return a clause that says, for a report that passed, what the training continues like."""
     if report.reference is None or report.reference.layout != LIVE:
         return "Training goes on as the reference does"
     ranks = [t.world_size for t in (report.candidate, report.second) if t is not None]
@@ -117,8 +118,8 @@ def format_bound(check: Check) -> str:
 
 def list_facts(report: Report) -> list[tuple[str, str, str]]:
     """List what was compared: [(what, value of this run, value of the reference)]; values are "" if not known."""
-    ours = _facts_of(report.candidate)
-    theirs = _facts_of(report.reference) if report.reference is not None else {}
+    ours = _collect_facts(report.candidate)
+    theirs = _collect_facts(report.reference) if report.reference is not None else {}
     out = [(k, ours.get(k, ""), theirs.get(k, "")) for k in ours if ours[k] or theirs.get(k)]
     if sides := _describe_environments(report, 12):
         out.append(("environment", *sides))
@@ -136,19 +137,19 @@ def _has_other_python(report: Report) -> bool:
 
 
 def _describe_environments(report: Report, most: int) -> tuple[str, str] | None:
-    """Return what ran (this run, the reference): versions, and the path of Python; None if no version is known to
-    differ and both are of one Python.
+    """Return texts about the environments of (run, reference): versions, and the path of Python.
 
-    Of the packages but torch and transformers those that differ are named, at most `most`.
+    Of packages other than torch and transformers, at most `most` that differ are named. None if no version is known to
+    differ and both ran in one Python.
     """
     reference, got = report.reference, report.candidate
-    changed = {} if reference is None else package_differences(reference, got)
+    changed = {} if reference is None else find_package_differences(reference, got)
     if reference is None or not (changed or _has_other_python(report)):
         return None
     first = ("python", "torch", "transformers")
     texts = []
     for trace, side in ((got, 1), (reference, 0)):
-        versions, path = loaded_versions(trace), trace.environment.get("executable")
+        versions, path = collect_package_versions(trace), trace.environment.get("executable")
         known = [f"{name.replace('python', 'Python')} {versions[name]}" for name in first if name in versions]
         others = [f"{name} {v[side]}" for name, v in changed.items() if name not in first]
         text = ", ".join([*known, *([list_first(others, most)] if others else [])])
@@ -156,7 +157,7 @@ def _describe_environments(report: Report, most: int) -> tuple[str, str] | None:
     return texts[0], texts[1]
 
 
-def _facts_of(trace: Trace) -> dict[str, str]:
+def _collect_facts(trace: Trace) -> dict[str, str]:
     """Return {what: text} about the job of one trace, such as "ranks"; a text is "" if it is not known."""
     mesh = " x ".join(f"{escape_unprintable(k, 24)} {v}" for k, v in trace.mesh.items())
     ranks = "" if trace.world_size is None else f"{trace.world_size}" + (f" ({mesh})" if mesh else "")
@@ -172,7 +173,7 @@ def _facts_of(trace: Trace) -> dict[str, str]:
         "step": f"{trace.start:,}",
         "ranks": ranks,
         "dtype": escape_unprintable(trace.dtype or ""),
-        "device": escape_unprintable(device_name(trace), 60),
+        "device": escape_unprintable(describe_device(trace), 60),
         "parameters": "" if trace.parameters is None else f"{trace.parameters:,}",
         "batch": batch,
         "data": escape_unprintable(trace.data or "", 80)
@@ -191,23 +192,25 @@ def _describe_recipe(recipe: str | None) -> str:
 
 
 def _describe_loaders(trace: Trace) -> str:
-    """Return who loaded what: "torch's dcp.load (model, optim), ckpttool (scheduler)"; "" if that is not known."""
+    """Return a text about which reader loaded what: "torch's dcp.load (model, optim), ckpttool (scheduler)".
+
+    "" if that is not known; only the reader's name if one loaded everything.
+    """
     by: dict[str, list[str]] = {}
     for component, reader in trace.loaders.items():
         by.setdefault(reader, []).append(component)
     return ", ".join(f"{who} ({', '.join(what)})" if len(by) > 1 else who for who, what in by.items())
 
 
-def device_name(trace: Trace) -> str:
+def describe_device(trace: Trace) -> str:
     """Return the kind of device, with its model if known: "cuda, NVIDIA H100"; "" if nothing is known."""
     name = trace.environment.get("gpu")
     return ", ".join(str(x) for x in (trace.device, name) if x)
 
 
-def relative_difference(got: float | None, expected: float | None) -> float | None:
-    """Return |got - expected| / |expected|; None if one of them is not known, NaN if one is NaN, infinite if only
-    `expected` is 0."""
-    return None if got is None or expected is None else relative_deviation(got, expected)
+def compute_relative_difference(got: float | None, expected: float | None) -> float | None:
+    """Return what `compute_relative_deviation` returns for two numbers; None if one of them is not known."""
+    return None if got is None or expected is None else compute_relative_deviation(got, expected)
 
 
 @dataclass
@@ -232,7 +235,7 @@ class ComparedStep:
         return self.batch is False or any(not d <= self.bounds.get(q, math.inf) for q, d in self.differences.items())
 
 
-def compared_rows(report: Report) -> list[ComparedStep]:
+def pair_steps_with_reference(report: Report) -> list[ComparedStep]:
     """Pair each step of the run with that of the reference, in order, with differences and bounds."""
     expected = {s.step: s for s in report.reference.steps} if report.reference is not None else {}
     out: list[ComparedStep] = []
@@ -241,7 +244,7 @@ def compared_rows(report: Report) -> list[ComparedStep]:
         row = ComparedStep(step, expected.get(step.step))
         if row.expected is not None:
             for q in QUANTITIES:
-                difference = relative_difference(getattr(step, q), getattr(row.expected, q))
+                difference = compute_relative_difference(getattr(step, q), getattr(row.expected, q))
                 if difference is not None:
                     row.differences[q] = difference
                 bounds = report.envelope.get(q, [])
@@ -256,15 +259,15 @@ def list_speed(report: Report) -> list[tuple[str, str]]:
     """List speed, memory and the costs of the load: [(what, value with its unit)], as far as known."""
     out: list[tuple[str, str]] = []
     for what, value, text in (
-        ("MFU", known_metric(report, "mfu"), "{:.3f}"),
-        ("tokens/s", known_metric(report, "tokens_per_second"), "{:,.0f}"),
-        ("step", known_metric(report, "step_seconds"), "{:.3g} s"),
-        ("load", known_metric(report, "load_seconds"), "{:.3g} s"),
-        ("load rate", known_metric(report, "load_gb_per_second"), "{:.3g} GB/s"),
-        ("save", known_metric(report, "save_seconds"), "{:.3g} s"),
-        ("peak reserved", known_metric(report, "reserved_gib"), "{:.2f} GiB"),
-        ("peak allocated", known_metric(report, "allocated_gib"), "{:.2f} GiB"),
-        ("memory left", known_metric(report, "headroom_gib"), "{:.2f} GiB"),
+        ("MFU", find_metric(report, "mfu"), "{:.3f}"),
+        ("tokens/s", find_metric(report, "tokens_per_second"), "{:,.0f}"),
+        ("step", find_metric(report, "step_seconds"), "{:.3g} s"),
+        ("load", find_metric(report, "load_seconds"), "{:.3g} s"),
+        ("load rate", find_metric(report, "load_gb_per_second"), "{:.3g} GB/s"),
+        ("save", find_metric(report, "save_seconds"), "{:.3g} s"),
+        ("peak reserved", find_metric(report, "reserved_gib"), "{:.2f} GiB"),
+        ("peak allocated", find_metric(report, "allocated_gib"), "{:.2f} GiB"),
+        ("memory left", find_metric(report, "headroom_gib"), "{:.2f} GiB"),
     ):
         if value is not None:
             out.append((what, text.format(value)))
@@ -298,8 +301,8 @@ def describe_load_costs(loads: Sequence[LoadCostRecord]) -> list[tuple[str, str]
     return out
 
 
-def known_metric(report: Report, key: str) -> float | None:
-    """Return one of the metrics of a report, as it holds them or else from its trace; None if it is not known.
+def find_metric(report: Report, key: str) -> float | None:
+    """Return a metric of a report, or else one computed from its trace; None if it is not known.
 
     `key` is that of `compute_metrics`, such as "step_seconds"; its end is the unit.
     """

@@ -13,7 +13,7 @@ import json
 import os
 from pathlib import Path
 
-from ...storage.whole_file import write_whole
+from ...storage.whole_file import write_text_file
 from ..compare.verdict import Report
 from .html_page import render_html
 from .junit import render_junit
@@ -46,11 +46,11 @@ def write_reports(
     if folder is not None:
         text = json.dumps(report.to_json(), indent=1, allow_nan=False, default=str)
         out += [
-            write_whole(Path(folder) / "report.json", text + "\n"),
-            write_whole(Path(folder) / "report.html", render_html(report)),
+            write_text_file(Path(folder) / "report.json", text + "\n"),
+            write_text_file(Path(folder) / "report.html", render_html(report)),
         ]
     if junit_file is not None:
-        out.append(write_whole(Path(junit_file), render_junit(report)))
+        out.append(write_text_file(Path(junit_file), render_junit(report)))
     if metrics_file is not None:
         path = Path(metrics_file)
         try:
@@ -58,5 +58,5 @@ def write_reports(
         except (OSError, ValueError):
             previous = None
         training = path.name.removesuffix(".prom")
-        out.append(write_whole(path, render_metrics(report, training=training, previous=previous), make=False))
+        out.append(write_text_file(path, render_metrics(report, training=training, previous=previous), make=False))
     return out

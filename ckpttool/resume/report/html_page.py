@@ -20,16 +20,16 @@ from ...printable import escape_unprintable
 from ..compare.verdict import Report
 from ..text import format_number
 from ..trace.records import MemoryRecord
-from .charts import Figure, draw_figure, finite_or_inf
+from .charts import Figure, draw_figure, replace_nan_by_inf
 from .facts import (
     QUANTITIES,
     ComparedStep,
-    compared_rows,
+    compute_relative_difference,
+    describe_verdict,
     format_bound,
     list_facts,
     list_speed,
-    relative_difference,
-    verdict_sentence,
+    pair_steps_with_reference,
 )
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ _KINDS = {
 
 def render_html(report: Report) -> str:
     """Return the report as one HTML file that refers to no other."""
-    every = compared_rows(report)
-    environment = _environment()
+    every = pair_steps_with_reference(report)
+    environment = _make_jinja_environment()
     return render_page(
         environment,
         "report.html.j2",
@@ -71,19 +71,19 @@ def render_html(report: Report) -> str:
         report=report,
         kind=_KINDS[report.word],
         kinds=_KINDS,
-        sentence=verdict_sentence(report),
+        sentence=describe_verdict(report),
         facts=list_facts(report),
-        tiles=_tiles(report, every),
+        tiles=_list_tiles(report, every),
         most_names=_NAMES,
         most_unseen=_UNSEEN,
         tall=_TALL,
-        **_curves_context(report, every),
-        **_checks_context(report),
-        **_worst_context(every),
-        **_steps_context(every),
-        memory=_memory_context(report),
+        **_make_curves_context(report, every),
+        **_make_checks_context(report),
+        **_make_worst_context(every),
+        **_make_steps_context(every),
+        memory=_make_memory_context(report),
         notes=_list_notes(report),
-        groups=_closing_tables(report),
+        groups=_list_closing_tables(report),
     )
 
 
@@ -92,11 +92,11 @@ def render_html(report: Report) -> str:
 
 
 @cache
-def _environment() -> Environment:
-    """Make jinja2's environment with the templates of this folder, once."""
+def _make_jinja_environment() -> Environment:
+    """Return jinja2's environment with the templates and filters of this folder; it is made once."""
     environment = make_environment("ckpttool.resume.report")
     environment.filters |= {
-        "breakable": _breakable_name,
+        "breakable": _format_breakable_name,
         "number": format_number,
         "gib": _format_bytes,
         "plain": _as_text,
@@ -105,7 +105,7 @@ def _environment() -> Environment:
     return environment
 
 
-def _breakable_name(name: str, word: int) -> Markup:
+def _format_breakable_name(name: str, word: int) -> Markup:
     """Return a name as HTML that the browser may break after dots; words longer than `word` characters are
     shortened."""
     return mark_as_html(".<wbr>").join(escape_unprintable(name, word).split("."))
@@ -124,8 +124,8 @@ def _as_text(x: object) -> str:
 # -------------------------------------------------------------------------------------------------------- what is shown
 
 
-def _tiles(report: Report, every: Sequence[ComparedStep]) -> list[tuple[str, str]]:
-    """List the large numbers at the top of the page: [(name, value)]."""
+def _list_tiles(report: Report, every: Sequence[ComparedStep]) -> list[tuple[str, str]]:
+    """List the large numbers at the top of the page: [(name, value)]. `every` has all steps."""
     trace, reference = report.candidate, report.reference
     ranks = "" if trace.world_size is None else str(trace.world_size)
     if ranks and reference is not None and reference.world_size is not None:
@@ -142,9 +142,9 @@ def _tiles(report: Report, every: Sequence[ComparedStep]) -> list[tuple[str, str
     ]
 
 
-def _curves_context(report: Report, every: Sequence[ComparedStep]) -> dict[str, Any]:
-    """Return the variables of the template for the charts: {"figures", "curves_note", "outside"}."""
-    drawn = _thin_out(every, _STEPS)
+def _make_curves_context(report: Report, every: Sequence[ComparedStep]) -> dict[str, Any]:
+    """Return the template's variables for the charts: {"figures", "curves_note", "outside"}. `every` has all steps."""
+    drawn = _thin_out_steps(every, _STEPS)
     figures: list[Figure] = []
     for quantity, name in QUANTITIES.items():
         if any(getattr(r.got, quantity) is not None for r in drawn):
@@ -156,23 +156,23 @@ def _curves_context(report: Report, every: Sequence[ComparedStep]) -> dict[str, 
     return {"figures": figures, "curves_note": note, "outside": any(r.outside for r in drawn)}
 
 
-def _thin_out(every: Sequence[ComparedStep], most: int) -> list[ComparedStep]:
-    """Keep at most `most` rows: evenly spaced stretches, and of each the row that differs most from the reference."""
+def _thin_out_steps(every: Sequence[ComparedStep], most: int) -> list[ComparedStep]:
+    """Return at most `most` steps: of each of as many equal ranges the step that differs most from the reference."""
     if len(every) <= most:
         return list(every)
     cuts = [len(every) * i // most for i in range(most + 1)]
-    return [max(every[a:b], key=_largest_difference) for a, b in pairwise(cuts)]
+    return [max(every[a:b], key=_find_largest_difference) for a, b in pairwise(cuts)]
 
 
-def _largest_difference(row: ComparedStep) -> float:
-    """Return the largest difference of a step from the reference, as a sort key; a loss that is not finite counts as
-    infinite."""
-    values = map(finite_or_inf, row.differences.values())
+def _find_largest_difference(row: ComparedStep) -> float:
+    """Return the largest difference of a step from the reference, for sorting; infinity if the run's loss is not
+    finite."""
+    values = map(replace_nan_by_inf, row.differences.values())
     return math.inf if not math.isfinite(row.got.loss) else max(values, default=0.0)
 
 
-def _checks_context(report: Report) -> dict[str, Any]:
-    """Return the variables of the template for the table of checks: {"checks", "checks_left", "counted", "buttons"}."""
+def _make_checks_context(report: Report) -> dict[str, Any]:
+    """Return the template's variables for the table of checks: {"checks", "checks_left", "counted", "buttons"}."""
     shown = report.checks
     if len(shown) > _CHECKS:
         shown = [c for c in shown if c.verdict != "pass"][:_CHECKS]
@@ -190,9 +190,8 @@ def _checks_context(report: Report) -> dict[str, Any]:
     }
 
 
-def _worst_context(every: Sequence[ComparedStep]) -> dict[str, Any]:
-    """Return the variables of the template for the tensors whose gradient and update differ most, {"worst",
-    "worst_step"}.
+def _make_worst_context(every: Sequence[ComparedStep]) -> dict[str, Any]:
+    """Return the template's variables for the tensors whose gradient and update differ most: {"worst", "worst_step"}.
 
     They are those of the first step that the reference has, too; `worst_step` is None if there is none.
     """
@@ -200,10 +199,10 @@ def _worst_context(every: Sequence[ComparedStep]) -> dict[str, Any]:
     tables: list[dict[str, Any]] = []
     for quantity, title in (("grads", "Gradients"), ("updates", "Updates")):
         got, expected = (getattr(x, quantity) if x else {} for x in (first and first.got, first and first.expected))
-        differences = {n: d for n in got if (d := relative_difference(got[n], expected.get(n))) is not None}
+        differences = {n: d for n in got if (d := compute_relative_difference(got[n], expected.get(n))) is not None}
         if not differences:
             continue
-        names = sorted(differences, key=lambda n: -finite_or_inf(differences[n]))[:_TENSORS]
+        names = sorted(differences, key=lambda n: -replace_nan_by_inf(differences[n]))[:_TENSORS]
         largest = max((differences[n] for n in names if math.isfinite(differences[n])), default=0.0)
         tables.append(
             {
@@ -216,7 +215,7 @@ def _worst_context(every: Sequence[ComparedStep]) -> dict[str, Any]:
                         "expected": expected[n],
                         "got": got[n],
                         "difference": differences[n],
-                        "share": _bar_percent(differences[n], largest),
+                        "share": _compute_bar_percent(differences[n], largest),
                     }
                     for n in names
                 ],
@@ -225,18 +224,17 @@ def _worst_context(every: Sequence[ComparedStep]) -> dict[str, Any]:
     return {"worst": tables, "worst_step": first.got.step if first else None}
 
 
-def _bar_percent(difference: float, largest: float) -> float:
-    """Return the length of a bar in percent of that of the largest difference; 100 for what is not a finite number."""
+def _compute_bar_percent(difference: float, largest: float) -> float:
+    """Return the length of a bar in percent of that of the largest difference; 100 if the difference is not finite."""
     if not math.isfinite(difference):
         return 100.0
     return 100 * (difference / largest) if difference > 0 else 0.0
 
 
-def _memory_context(report: Report) -> dict[str, Any] | None:
-    """Return what the template shows of the memory of ranks, in bytes: {"ranks", "all", "full" (length of a full bar),
-    "device"}.
+def _make_memory_context(report: Report) -> dict[str, Any] | None:
+    """Return the template's variables for the memory of ranks, in bytes; None if no rank recorded any.
 
-    None if no rank has recorded any.
+    The keys are "ranks", "all" (number of ranks), "full" (bytes of a full bar) and "device" (bytes of the device).
     """
 
     def of(memory: MemoryRecord, key: str) -> int:
@@ -265,8 +263,8 @@ def _memory_context(report: Report) -> dict[str, Any] | None:
     return {"ranks": ranks, "all": len(every), "full": full, "device": device}
 
 
-def _steps_context(every: Sequence[ComparedStep]) -> dict[str, Any]:
-    """Return the variables of the template for the table of all steps: {"steps", "all_steps", "step_columns"}.
+def _make_steps_context(every: Sequence[ComparedStep]) -> dict[str, Any]:
+    """Return the template's variables for the table of all steps: {"steps", "all_steps", "step_columns"}.
 
     A cell is (text, whether it is outside of its bound).
     """
@@ -276,7 +274,7 @@ def _steps_context(every: Sequence[ComparedStep]) -> dict[str, Any]:
         columns += [name, *(["reference", "difference"] if compared else [])]
     columns += ["lr", *(["batch"] if compared else []), "seconds"]
     table = []
-    for r in _thin_out(every, _TABLE):
+    for r in _thin_out_steps(every, _TABLE):
         cells: list[tuple[str, bool]] = []
         for quantity in QUANTITIES:
             cells.append((format_number(getattr(r.got, quantity), 6), False))
@@ -301,7 +299,7 @@ def _list_notes(report: Report) -> list[tuple[str, str]]:
     return notes[:200]
 
 
-def _closing_tables(report: Report) -> list[tuple[str, list[tuple[str, object]]]]:
+def _list_closing_tables(report: Report) -> list[tuple[str, list[tuple[str, object]]]]:
     """List the tables at the end of the page: [(title, [(name, value)])]."""
     groups: list[tuple[str, dict[str, object]]] = [
         ("Where it was started", {**({"judged": report.time} if report.time else {}), **report.versions}),

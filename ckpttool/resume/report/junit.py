@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from ...printable import escape_unprintable, list_first
 from ..compare.verdict import Check, Report
 from ..text import format_number
-from .facts import count_checks, format_bound, list_facts, list_speed, verdict_sentence
+from .facts import count_checks, describe_verdict, format_bound, list_facts, list_speed
 
 __all__ = ["render_junit"]
 
@@ -64,7 +64,7 @@ def render_junit(report: Report) -> str:
             failure.text = "\n".join(_explain_failure(report, c))
     if unjudged:
         case = Xml.SubElement(suite, "testcase", {"classname": "resume", "name": "verdict"})
-        Xml.SubElement(case, "error", {"message": verdict_sentence(report), "type": "not comparable"})
+        Xml.SubElement(case, "error", {"message": describe_verdict(report), "type": "not comparable"})
     if report.not_verified:
         lines = ["not verified by this run:", *(f"- {escape_unprintable(line)}" for line in report.not_verified)]
         Xml.SubElement(suite, "system-out").text = "\n".join(lines)

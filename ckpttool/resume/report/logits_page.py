@@ -8,16 +8,18 @@ from pathlib import Path
 from ...engine.logits.compare_logits import LogitComparison
 from ...pages.render import make_environment, render_page
 from ...printable import printable_json
-from ...storage.whole_file import write_whole
+from ...storage.whole_file import write_text_file
 
 __all__ = ["write_comparison"]
 
 
 def write_comparison(found: LogitComparison, a: str, b: str, folder: str | os.PathLike[str]) -> None:
-    """Write report.json and report.html of a comparison into a folder, which is made if it is missing.
+    """Write report.json and report.html of a comparison of logits into a folder, which is made if it is missing.
 
     Args:
-        a, b: the two checkpoints, for people.
+        found: the comparison.
+        a, b: names of the two checkpoints, for the page.
+        folder: the folder.
 
     Raises:
         UsageError: a file cannot be written there. NoSpace: the disk is full.
@@ -43,5 +45,5 @@ def write_comparison(found: LogitComparison, a: str, b: str, folder: str | os.Pa
             ("top-1 agrees", "" if found.top1_equal is None else f"{found.top1_equal:,} of {found.tokens:,}"),
         ],
     )
-    write_whole(Path(folder) / "report.json", printable_json(found.to_json(), default=str) + "\n")
-    write_whole(Path(folder) / "report.html", page)
+    write_text_file(Path(folder) / "report.json", printable_json(found.to_json(), default=str) + "\n")
+    write_text_file(Path(folder) / "report.html", page)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from ..._version import __version__
 from ...printable import escape_unprintable, shorten_middle
 from ..compare.verdict import Report
-from .facts import compared_rows, count_checks, device_name, known_metric
+from .facts import count_checks, describe_device, find_metric, pair_steps_with_reference
 
 __all__ = ["METRICS", "format_metrics", "render_metrics"]
 
@@ -62,7 +62,7 @@ def render_metrics(report: Report, *, training: str = "", now: float | None = No
             there is none.
     """
     trace = report.candidate
-    every = compared_rows(report)
+    every = pair_steps_with_reference(report)
     found: dict[str, list[tuple[dict[str, object], float]]] = {}
 
     def add(metric: str, value: object, **labels: object) -> None:
@@ -84,15 +84,15 @@ def render_metrics(report: Report, *, training: str = "", now: float | None = No
         numbers = [(s.loss, s.grad_norm if s.grad_norm is not None else 0.0) for s in trace.steps]
         add("steps_not_finite", sum(not all(map(math.isfinite, pair)) for pair in numbers))
         add("loss", trace.steps[-1].loss)
-    add("loss_difference_ratio", _largest_or_nan([r.differences["loss"] for r in every if "loss" in r.differences]))
+    add("loss_difference_ratio", _find_largest([r.differences["loss"] for r in every if "loss" in r.differences]))
     norms = [s.grad_norm for s in trace.steps if s.grad_norm is not None]
-    add("grad_norm", _largest_or_nan(norms))
+    add("grad_norm", _find_largest(norms))
     expected = [r.expected.grad_norm for r in every if r.expected is not None and r.expected.grad_norm is not None]
     expected = [x for x in expected or sorted(norms)[:-1] if math.isfinite(x)]
     add("grad_norm_expected", sum(expected) / len(expected) if expected else None)
     for key in ("step_seconds", "tokens_per_second", "mfu", "load_seconds", "save_seconds"):
-        add(key, known_metric(report, key))
-    rate = known_metric(report, "load_gb_per_second")
+        add(key, find_metric(report, key))
+    rate = find_metric(report, "load_gb_per_second")
     add("load_bytes_per_second", None if rate is None else rate * 1e9)
     for m in trace.memory:
         for name, key in (("peak_reserved", "reserved"), ("peak_allocated", "allocated"), ("device_memory", "total")):
@@ -104,7 +104,7 @@ def render_metrics(report: Report, *, training: str = "", now: float | None = No
         "layout": trace.layout,
         "profile": report.profile,
         "world_size": trace.world_size,
-        "device": device_name(trace),
+        "device": describe_device(trace),
         "dtype": trace.dtype,
         "parameters": trace.parameters,
         "global_batch": trace.global_batch,
@@ -116,7 +116,7 @@ def render_metrics(report: Report, *, training: str = "", now: float | None = No
     }
     add("info", 1, **{k: v for k, v in info.items() if v not in (None, "")})
     if previous is not None:
-        labels, before = _read_previous(previous)
+        labels, before = _parse_previous_metrics(previous)
         if all(labels.get(k, "") == _escape_label("" if info[k] is None else info[k]) for k in _SAME_JOB):
             add("previous_step_seconds", before)
     kinds = {name: ("gauge", text) for name, text in METRICS.items()}
@@ -164,16 +164,16 @@ def _format_value(x: float) -> str:
     return repr(int(x)) if x == int(x) and abs(x) < 2**53 else repr(x)
 
 
-def _largest_or_nan(numbers: Sequence[float]) -> float | None:
-    """Return the largest number; NaN where one is NaN, None where there is none."""
+def _find_largest(numbers: Sequence[float]) -> float | None:
+    """Return the largest number; NaN if one is NaN, None if there is none."""
     if any(math.isnan(x) for x in numbers):
         return math.nan
     return max(numbers, default=None)
 
 
-def _read_previous(text: str) -> tuple[dict[str, str], float | None]:
-    """Read metrics that `render_metrics` made: ({label of info: its value, still escaped}, step_seconds; None if it is
-    missing)."""
+def _parse_previous_metrics(text: str) -> tuple[dict[str, str], float | None]:
+    """Parse metrics that `render_metrics` made: ({label of the info metric: its escaped value}, step seconds or
+    None)."""
     labels: dict[str, str] = {}
     seconds: float | None = None
     if m := re.search(r"^ckpttool_resume_info\{(.*)\} 1$", text, re.MULTILINE):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ...printable import escape_unprintable, list_first, shorten_middle
 from ..compare.verdict import Check, Report
 from ..text import format_number
-from .facts import ComparedStep, compared_rows, format_bound, list_facts, list_speed, verdict_sentence
+from .facts import ComparedStep, describe_verdict, format_bound, list_facts, list_speed, pair_steps_with_reference
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, OverflowMethod, RenderableType
@@ -34,7 +34,7 @@ _MANY_CHECKS, _MANY_STEPS = 100, 24
 
 
 def render_terminal(report: Report) -> RenderableType:
-    """Return the report for rich to print; what needs attention stands at the end, where a terminal stops scrolling."""
+    """Return the report for rich to print; what needs attention comes last, where a terminal stops scrolling."""
     return _Screen(report)
 
 
@@ -51,7 +51,7 @@ class _Screen:
         # in a file nothing is wrapped, and "fold" would cut a line off
         fold: OverflowMethod = "ignore" if options.no_wrap else "fold"
         head = Text.assemble(
-            (f" {report.word.upper()} ", _STYLE[report.word]), "  ", verdict_sentence(report), overflow=fold
+            (f" {report.word.upper()} ", _STYLE[report.word]), "  ", describe_verdict(report), overflow=fold
         )
         yield head
         yield Text()
@@ -76,7 +76,7 @@ class _Screen:
             for line in report.not_verified:
                 yield Padding(Text(f"- {escape_unprintable(line, max(20, width - 6))}", overflow=fold), (0, 0, 0, 2))
         yield Text()
-        yield Text(verdict_sentence(report), overflow=fold)
+        yield Text(describe_verdict(report), overflow=fold)
         yield Text(report.word, style=_STYLE[report.word])
 
     def _render_facts(self, width: int) -> RenderableType:
@@ -103,8 +103,8 @@ class _Screen:
             )
         return table
 
-    def _checks_by_stage(self) -> Iterator[tuple[str, list[Check], int]]:
-        """Yield (stage, checks to be listed, how many are left out) for each stage, such as "state"."""
+    def _list_checks_by_stage(self) -> Iterator[tuple[str, list[Check], int]]:
+        """Yield (stage, checks to list, how many are left out) for each stage, such as "state"."""
         stages: dict[str, list[Check]] = {}
         for c in self.report.checks:
             stages.setdefault(c.stage, []).append(c)
@@ -130,29 +130,29 @@ class _Screen:
                     overflow="fold",
                     no_wrap=title in ("stage", "verdict", "found", "bound"),
                 )
-            for stage, checks, more in self._checks_by_stage():
+            for stage, checks, more in self._list_checks_by_stage():
                 for i, c in enumerate(checks):
                     table.add_row(
                         Text("" if i else stage, "bold"),
-                        _verdict_text(c),
+                        _format_verdict(c),
                         Text(shorten_middle(escape_unprintable(c.name), 32)),
                         Text(format_number(c.number)),
                         Text(format_bound(c)),
-                        Text(_check_text(c), "dim" if c.verdict == "pass" else ""),
+                        Text(_format_check(c), "dim" if c.verdict == "pass" else ""),
                     )
                 if more:
                     table.add_row(Text("" if checks else stage, "bold"), "", Text(f"{more:,} more"), "", "", "")
             yield table
             return
-        for stage, checks, more in self._checks_by_stage():
+        for stage, checks, more in self._list_checks_by_stage():
             yield Text(stage, "bold")
             for c in checks:
                 room = max(12, width - 18 - 10 - 20)
-                line = Text.assemble("  ", _verdict_text(c), " " * (16 - len(c.verdict)))
+                line = Text.assemble("  ", _format_verdict(c), " " * (16 - len(c.verdict)))
                 name = shorten_middle(escape_unprintable(c.name), room)
                 line.append(f"{name:<{room}}{format_number(c.number):>10}  {format_bound(c)}")
                 yield line
-                yield Padding(Text(_check_text(c, 56), "dim" if c.verdict == "pass" else ""), (0, 0, 0, 18))
+                yield Padding(Text(_format_check(c, 56), "dim" if c.verdict == "pass" else ""), (0, 0, 0, 18))
             if more:
                 yield Text(f"  {more:,} more")
 
@@ -162,7 +162,7 @@ class _Screen:
         from rich.table import Table
         from rich.text import Text
 
-        every = compared_rows(self.report)
+        every = pair_steps_with_reference(self.report)
         compared = any(r.expected is not None for r in every)
         wide = width >= 130 and compared
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
@@ -194,7 +194,7 @@ class _Screen:
                 cells += [
                     format_number(e.loss, 6) if e is not None else "",
                     format_number(r.got.loss, 6),
-                    _difference_text(r, "loss"),
+                    _format_difference(r, "loss"),
                 ]
             else:
                 cells += [format_number(r.got.loss, 6)]
@@ -207,13 +207,13 @@ class _Screen:
                 for q in ("grad_norm", "update_norm"):
                     cells += [
                         format_number(getattr(r.got, q), 4),
-                        _difference_text(r, q),
+                        _format_difference(r, q),
                         format_number(r.bounds.get(q)),
                     ]
                 cells += [lr, batch, format_number(r.got.seconds)]
             else:
                 cells += [
-                    _difference_text(r, q, format_number(getattr(r.got, q), 4)) for q in ("grad_norm", "update_norm")
+                    _format_difference(r, q, format_number(getattr(r.got, q), 4)) for q in ("grad_norm", "update_norm")
                 ] + [lr]
                 cells += [batch if compared else format_number(r.got.seconds)]
             table.add_row(*cells)
@@ -242,7 +242,7 @@ class _Screen:
         yield table
 
 
-def _verdict_text(check: Check) -> Text:
+def _format_verdict(check: Check) -> Text:
     """Return the verdict of a check in its colour."""
     from rich.text import Text
 
@@ -251,9 +251,11 @@ def _verdict_text(check: Check) -> Text:
     return Text(check.verdict, "green" if check.verdict == "pass" else "yellow")
 
 
-def _check_text(check: Check, word: int = 60) -> str:
-    """Return the text of a check, and the tensor or step that it is about if the text does not say; words of more than
-    `word` characters are shortened."""
+def _format_check(check: Check, word: int = 60) -> str:
+    """Return the text of a check, with the tensor or step that it is about if the text does not name it.
+
+    Words of more than `word` characters are shortened.
+    """
     where = (
         f" [{shorten_middle(escape_unprintable(check.where), word - 2)}]"
         if check.where and check.where not in check.text
@@ -262,13 +264,13 @@ def _check_text(check: Check, word: int = 60) -> str:
     return escape_unprintable(check.text, word) + where
 
 
-def _difference_text(row: ComparedStep, quantity: str, text: str | None = None) -> Text:
-    """Render the difference of a step from the reference, marked where it is larger than its bound; "" if it is not
-    known.
+def _format_difference(row: ComparedStep, quantity: str, text: str | None = None) -> Text:
+    """Return the difference of a step from the reference, marked if it is larger than its bound; "" if it is not known.
 
     Args:
+        row: the step.
         quantity: a key of `facts.QUANTITIES`.
-        text: is shown instead of the number; None for the number.
+        text: shown instead of the number; None shows the number.
     """
     from rich.text import Text
 

@@ -32,11 +32,11 @@ __all__ = [
     "Rows",
     "add_digests",
     "check_data_exists",
-    "describe_batch",
-    "digest_and_marks",
+    "digest_and_mark_rows",
     "digest_batch",
     "digest_rows",
-    "micro_batches",
+    "list_micro_batches",
+    "make_batch_fields",
     "open_data",
     "split_marks",
     "wrap_user_data",
@@ -50,20 +50,23 @@ _MARK = 8  # characters
 IGNORED = -100  # a label that does not count, as in torch.nn.functional.cross_entropy
 
 
-def micro_batches(step: int, global_batch: int, micro_batch: int, rank: int, world: int) -> list[tuple[int, int, bool]]:
-    """Cut a step into the forward passes of a data-parallel rank: [(first sample, one past the last, whether it
+def list_micro_batches(
+    step: int, global_batch: int, micro_batch: int, rank: int, world: int
+) -> list[tuple[int, int, bool]]:
+    """List the forward passes of a data-parallel rank in a step: [(first sample, one past the last, whether it
     counts)].
 
-    Every rank has the same number of passes, since FSDP's collectives need all of them; where the micro-batches do not
-    divide by the world size, the last pass of some ranks repeats an earlier micro-batch and does not count.
+    Every rank has the same number of passes, since FSDP's collectives need all of them; if the micro-batches are not
+    divisible by the world size, the last pass of some ranks repeats an earlier micro-batch and does not count.
 
-        micro_batches(1, 8, 2, 1, 3) == [(2, 4, True), (0, 2, False)]
+        list_micro_batches(1, 8, 2, 1, 3) == [(2, 4, True), (0, 2, False)]
 
     Args:
-        step: the first of a training is 1.
+        step: number of the step; the first of a training is 1.
         global_batch: rows of the step, over all ranks.
         micro_batch: rows of one forward pass.
-        rank, world: number of the data-parallel rank, and of such ranks.
+        rank: number of the data-parallel rank.
+        world: number of such ranks.
     """
     n = global_batch // micro_batch
     first = (step - 1) * global_batch
@@ -75,20 +78,20 @@ def micro_batches(step: int, global_batch: int, micro_batch: int, rank: int, wor
 
 
 def digest_rows(rows: Iterable[Any]) -> int:
-    """Compute the digest of rows of tokens: the sum mod 2^128 of each row's BLAKE3.
+    """Compute the digest of rows of tokens: the sum of each row's BLAKE3 mod 2^128.
 
-    So neither the order of the rows nor their distribution over ranks matters; the sums of parts add up to the sum of
-    the whole.
+    It depends neither on the order of the rows nor on their distribution over ranks; the digests of parts add up to
+    that of all rows.
     """
-    return digest_and_marks(rows)[0]
+    return digest_and_mark_rows(rows)[0]
 
 
-def digest_and_marks(rows: Iterable[Any]) -> tuple[int, str]:
-    """Compute (digest of rows of tokens, as `digest_rows` does; the marks of the rows one after the other).
+def digest_and_mark_rows(rows: Iterable[Any]) -> tuple[int, str]:
+    """Return (digest of rows of tokens as from `digest_rows`, their marks one after the other).
 
     A mark is the first 48 bits of the row's BLAKE3 in base64, 8 characters: 4096 rows are 32 KiB of JSON, and among a
-    million rows two have the same by chance once in 500. Marks explain why batches differ; that they do is decided by
-    the digest.
+    million rows two have the same by chance once in 500. Marks explain how batches differ; the digest decides whether
+    they differ.
     """
     import numpy as np
     from blake3 import blake3
@@ -97,7 +100,7 @@ def digest_and_marks(rows: Iterable[Any]) -> tuple[int, str]:
     for row in rows:
         whole = blake3(np.ascontiguousarray(row, dtype="<i8").tobytes()).digest(16)
         total += int.from_bytes(whole, "little")
-        marks.append(_mark_of(whole))
+        marks.append(_make_mark(whole))
     return total % (1 << 128), "".join(marks)
 
 
@@ -107,7 +110,7 @@ class BatchDigest(NamedTuple):
 
     `keys` has one for every tensor of a sample, {key: sum}; that of input_ids is what `digest_rows` gives. `whole` is
     that of whole samples, in which it matters which tensors belong together; None if it is not known. `marks` are those
-    of the rows, as `digest_and_marks` has them: of input_ids, or of whole samples where there are none.
+    of the rows, as `digest_and_mark_rows` has them: of input_ids, or of whole samples where there are none.
     """
 
     keys: dict[str, int]
@@ -116,12 +119,13 @@ class BatchDigest(NamedTuple):
 
 
 def digest_batch(batch: Mapping[str, Any]) -> BatchDigest:
-    """Compute the digest of a batch: of dtype, shape and bytes of each tensor of every sample. Integers of any size
-    count as int64.
+    """Compute the digest of a batch, from dtype, shape and bytes of each tensor of every sample.
+
+    Integers of any size count as int64.
 
     Args:
-        batch: {key: tensor or array (samples, ...), or a list of one for each sample}. Further dicts are taken apart,
-            with dots in the keys; what is neither is left out. Where `input_ids` has one dimension, all are of one
+        batch: {key: tensor or array (samples, ...), or a list with one for each sample}. Nested dicts are flattened,
+            with dots in the keys; other values are left out. If `input_ids` has one dimension, everything is one
             sample.
 
     Raises:
@@ -143,12 +147,14 @@ def digest_batch(batch: Mapping[str, Any]) -> BatchDigest:
     ]
     sums = {k: sum(int.from_bytes(h, "little") for h in every) % (1 << 128) for k, every in hashes.items()}
     whole = sum(int.from_bytes(h, "little") for h in together) % (1 << 128)
-    return BatchDigest(sums, whole, "".join(map(_mark_of, hashes.get("input_ids", together))))
+    return BatchDigest(sums, whole, "".join(map(_make_mark, hashes.get("input_ids", together))))
 
 
 def add_digests(parts: Sequence[BatchDigest]) -> BatchDigest:
-    """Add the digests of parts of a batch, such as micro-batches. Keys that some parts with samples lack are left out,
-    and so is then the digest of whole samples."""
+    """Add the digests of parts of a batch, such as micro-batches.
+
+    A key that some part with samples lacks is left out, and then so is the digest of complete samples.
+    """
     full = [p for p in parts if p.keys]
     common = [k for k in full[0].keys if all(k in p.keys for p in full)] if full else []
     sums = {k: sum(p.keys[k] for p in full) % (1 << 128) for k in common}
@@ -157,8 +163,12 @@ def add_digests(parts: Sequence[BatchDigest]) -> BatchDigest:
     return BatchDigest(sums, whole, "".join(p.marks for p in parts))
 
 
-def describe_batch(ranks: Sequence[BatchDigest]) -> dict[str, Any]:
-    """Return the fields of a `Step` about its batch, from the digests of each rank's part."""
+def make_batch_fields(ranks: Sequence[BatchDigest]) -> dict[str, Any]:
+    """Return the fields of a `Step` about its batch, from the digests of each rank's part.
+
+    They are {"batch": digest of the token ids in hex or None, "inputs": {key: digest} of the other keys, "samples":
+    digest of complete samples or None, "rows": marks of each rank}.
+    """
     total = add_digests(ranks)
     text = {k: f"{x:032x}" for k, x in total.keys.items()}
     whole = None if total.whole is None or not text else f"{total.whole:032x}"
@@ -205,8 +215,8 @@ def _hash_sample(x: Any, ids: bool) -> bytes:
     return blake3(f"{name or x.dtype.name} {list(x.shape)} ".encode() + x.tobytes()).digest(16)
 
 
-def _mark_of(whole: bytes) -> str:
-    """Return the mark of a row with this hash: its first 48 bits in base64."""
+def _make_mark(whole: bytes) -> str:
+    """Return the mark of a row from its hash: the first 48 bits in base64."""
     return base64.b64encode(whole[:6]).decode()
 
 
@@ -248,19 +258,19 @@ def open_data(
                 "data from build().",
                 code="CKPT0217",
             )
-        return _synthetic_rows(seed, sequence or 512, vocabulary), sequence or 512
+        return _make_synthetic_rows(seed, sequence or 512, vocabulary), sequence or 512
     check_data_exists(data)
     if data.endswith(".npy"):
-        matrix = _npy_rows(data, sequence)
-        return _check_vocabulary(lambda i: {"input_ids": matrix(i)}, data, vocabulary), len(matrix(0))
+        matrix = _open_npy_rows(data, sequence)
+        return _with_vocabulary_check(lambda i: {"input_ids": matrix(i)}, data, vocabulary), len(matrix(0))
     if data.endswith((".jsonl", ".json")):
-        return _jsonl_rows(data, sequence, vocabulary, tokenizer)
+        return _open_jsonl_rows(data, sequence, vocabulary, tokenizer)
     raise UsageError(f"{argument('data', data)}: give a .npy or .jsonl file, or the word synthetic.", code="CKPT0212")
 
 
-def _synthetic_rows(seed: int, sequence: int, vocabulary: int) -> Rows:
-    """Return a function that makes the row of a sample index, {"input_ids": `sequence` tokens}; its second half repeats
-    the first."""
+def _make_synthetic_rows(seed: int, sequence: int, vocabulary: int) -> Rows:
+    """Return a function from sample index to {"input_ids": `sequence` tokens}; a row's second half repeats the
+    first."""
 
     def row(index: int) -> dict[str, Any]:
         import numpy as np
@@ -272,10 +282,10 @@ def _synthetic_rows(seed: int, sequence: int, vocabulary: int) -> Rows:
     return row
 
 
-def _npy_rows(path: str, sequence: int | None) -> Callable[[int], Any]:
-    """Open a .npy file of token rows, and return a function from sample index to row, which starts over after the last.
+def _open_npy_rows(path: str, sequence: int | None) -> Callable[[int], Any]:
+    """Open a .npy file of token rows, and return a function from sample index to row, which wraps around at the end.
 
-    `sequence` cuts rows off; None leaves them as they are. One long row is cut into rows of `sequence`, or of 512.
+    `sequence` shortens rows; None keeps their length. A 1-d array is cut into rows of `sequence`, or of 512.
 
     Raises:
         UsageError: it is no such file, or has fewer tokens than `sequence`.
@@ -309,13 +319,16 @@ def _npy_rows(path: str, sequence: int | None) -> Callable[[int], Any]:
     return lambda i: np.array(tokens[i % len(tokens)][:sequence], dtype=np.int64)
 
 
-def _jsonl_rows(path: str, sequence: int | None, vocabulary: int | None, tokenizer: str | None) -> tuple[Rows, int]:
-    """Open a .jsonl file: (function from sample index to row, tokens of a row). A line is read when its row is asked
-    for.
+def _open_jsonl_rows(
+    path: str, sequence: int | None, vocabulary: int | None, tokenizer: str | None
+) -> tuple[Rows, int]:
+    """Open a .jsonl file: (function from sample index to row, tokens of a row). A line is read when its row is
+    requested.
 
     Args:
+        path: the file.
         sequence: tokens of a row, to which lines are cut or padded; None for those of the first line.
-        vocabulary: token ids are less than this; None if not known.
+        vocabulary: number of token ids; None if it is not known.
         tokenizer: folder of the tokenizer for lines of text; None for none.
 
     Raises:
@@ -330,7 +343,7 @@ def _jsonl_rows(path: str, sequence: int | None, vocabulary: int | None, tokeniz
     count = len(where) - 1
     if not count:
         raise UsageError(f"{argument('data', path)}: no lines.", code="CKPT0217")
-    encode = _lazy_tokenizer(tokenizer)
+    encode = _make_lazy_tokenizer(tokenizer)
 
     def record(index: int) -> dict[str, list[int]]:
         """Read and parse the line of a sample index; indices go on from the first line after the last."""
@@ -368,11 +381,11 @@ def _jsonl_rows(path: str, sequence: int | None, vocabulary: int | None, tokeniz
         ids[:n], labels[:n] = got["input_ids"][:n], got["labels"][:n]
         return {"input_ids": ids, "labels": labels}
 
-    return _check_vocabulary(row, path, vocabulary), length
+    return _with_vocabulary_check(row, path, vocabulary), length
 
 
-def _lazy_tokenizer(folder: str | None) -> Callable[[str], list[int]]:
-    """Return a function that encodes text with the tokenizer of a folder, which it loads the first time.
+def _make_lazy_tokenizer(folder: str | None) -> Callable[[str], list[int]]:
+    """Return a function that encodes text with the tokenizer of a folder, which is loaded on the first call.
 
     The function raises UsageError if `folder` is None or has no tokenizer.
     """
@@ -401,10 +414,10 @@ def _lazy_tokenizer(folder: str | None) -> Callable[[str], list[int]]:
     return encode
 
 
-def _check_vocabulary(rows: Rows, path: str, vocabulary: int | None) -> Rows:
-    """Return a function that gives the same rows, and raises UsageError for a token outside the vocabulary.
+def _with_vocabulary_check(rows: Rows, path: str, vocabulary: int | None) -> Rows:
+    """Return a function that returns the same rows, and raises UsageError for a token outside the vocabulary.
 
-    `path` is the file of the rows, for that error; `vocabulary` is None if it is not known, then nothing is refused.
+    `path` is the file of the rows, for that error. Nothing is refused if `vocabulary` is None (not known).
     """
 
     def row(index: int) -> dict[str, Any]:

@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "can_fingerprint",
-    "counts_on_this_rank",
+    "compute_16bit_spacing",
+    "compute_global_norms",
+    "find_shard_offset",
     "fingerprint_each_rank",
     "fingerprint_files",
     "fingerprint_flat",
     "fingerprint_tensors",
-    "global_norms",
-    "local_shard",
-    "shard_offset",
-    "spacing_16bit",
+    "get_local_shard",
+    "is_counted_on_this_rank",
     "sum_over_ranks",
 ]
 
@@ -80,7 +80,7 @@ def _view_as_integers(tensor: Tensor) -> Tensor:
 def can_fingerprint(tensor: Tensor) -> bool:
     """Tell whether a fingerprint can be taken of a tensor: not of sparse and quantised ones and many subclasses."""
     try:
-        _view_as_integers(local_shard(tensor).new_empty(0))
+        _view_as_integers(get_local_shard(tensor).new_empty(0))
     except (RuntimeError, TypeError, NotImplementedError, KeyError, AttributeError):
         return False
     return True
@@ -101,28 +101,29 @@ def fingerprint_flat(tensor: Tensor, first: int) -> int:
     return total % (1 << 64)
 
 
-def _fingerprint_box(tensor: Tensor, offset: Sequence[int], shape: Sequence[int]) -> int:
-    """Return what a shard adds to its whole tensor's fingerprint, mod 2^64.
+def _fingerprint_shard(tensor: Tensor, offset: Sequence[int], shape: Sequence[int]) -> int:
+    """Return the contribution of a shard to the fingerprint of its tensor, mod 2^64.
 
     Args:
-        tensor: the shard, a box of the whole tensor.
-        offset: index of its first element in the whole tensor, by dimension.
-        shape: of the whole tensor.
+        tensor: the shard, a box of the unsharded tensor.
+        offset: index of its first element in the unsharded tensor, by dimension.
+        shape: of the unsharded tensor.
     """
     if not tensor.numel():
         return 0
     if box_is_flat(shape, offset, tuple(tensor.shape)):
         return fingerprint_flat(tensor.reshape(-1), flat_start(shape, offset))
-    return _fingerprint_scattered_box(tensor, offset, strides(shape))
+    return _fingerprint_scattered_shard(tensor, offset, strides(shape))
 
 
-def _fingerprint_scattered_box(tensor: Tensor, offset: Sequence[int], steps: Sequence[int]) -> int:
-    """Return what a shard adds to its tensor's fingerprint, mod 2^64, where it is not one range of the flattened whole.
+def _fingerprint_scattered_shard(tensor: Tensor, offset: Sequence[int], steps: Sequence[int]) -> int:
+    """Return the contribution of a shard to the fingerprint of its tensor, mod 2^64, if it is no single range when
+    flattened.
 
     Args:
         tensor: the shard, not empty.
-        offset: index of its first element in the whole tensor, by dimension.
-        steps: strides of the whole tensor, in elements.
+        offset: index of its first element in the unsharded tensor, by dimension.
+        steps: strides of the unsharded tensor, in elements.
     """
     import torch
 
@@ -146,26 +147,30 @@ def _fingerprint_scattered_box(tensor: Tensor, offset: Sequence[int], steps: Seq
 # -------------------------------------------------------------------------------------------------- pieces and owners
 
 
-def local_shard(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor, detached: of a DTensor its shard, of another all of it."""
+def get_local_shard(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor, detached: the local shard of a DTensor, otherwise the tensor itself."""
     return getattr(tensor, "_local_tensor", tensor).detach()
 
 
-def shard_offset(tensor: Any) -> Any:
-    """Return where this rank's shard begins in the whole tensor, an index for each dimension; zeros for a plain tensor
-    or an empty shard."""
-    if not hasattr(tensor, "_local_tensor") or not local_shard(tensor).numel():
+def find_shard_offset(tensor: Any) -> Any:
+    """Return the index of the first element of this rank's shard in the unsharded tensor, one number for each
+    dimension.
+
+    Zeros for a plain tensor or an empty shard.
+    """
+    if not hasattr(tensor, "_local_tensor") or not get_local_shard(tensor).numel():
         return (0,) * tensor.dim()
     (chunk,) = tensor.__create_chunk_list__()
     return tuple(int(o) for o in chunk.offsets)
 
 
-def counts_on_this_rank(tensor: Any) -> bool:
-    """Tell whether this rank counts for a tensor in sums over ranks: of the ranks with the same shard, only the first
+def is_counted_on_this_rank(tensor: Any) -> bool:
+    """Tell whether this rank contributes to sums over ranks for a tensor: of ranks with the same shard, only the first
     does.
 
-    A DTensor's replicated dimensions count where their coordinate is 0, and of the submeshes that hold copies of it the
-    one with rank 0. A plain tensor is on every rank, and counts on rank 0.
+    Along replicated dimensions of a DTensor's mesh that is the rank with coordinate 0, and of several submeshes with
+    copies of the tensor only the one that has rank 0 contributes. A plain tensor is on every rank, and counts on rank
+    0.
     """
     import torch.distributed as dist
 
@@ -180,20 +185,21 @@ def counts_on_this_rank(tensor: Any) -> bool:
 
 @lru_cache
 def _has_rank_0(mesh: Any, rank: int) -> bool:
-    """Tell whether rank 0 is in a DeviceMesh, which computes its tensor of ranks at every look.
+    """Tell whether rank 0 is in a DeviceMesh; cached, since each access to the mesh's tensor of ranks computes that
+    tensor.
 
-    Args:
-        rank: of this process. A submesh has other ranks on another one, and is equal to it all the same.
+    `rank`, that of this process, is part of the cache's key: a submesh has other ranks on another rank, but compares
+    equal.
     """
     return bool((mesh.mesh == 0).any())
 
 
 def sum_over_ranks(values: Sequence[float], *, integers: bool, device: device | str) -> list[Any]:
-    """Sum each of some numbers over all ranks; every rank gives as many. A collective.
+    """Sum numbers over all ranks, each with those at the same position; every rank passes as many. A collective.
 
     Args:
-        values: this rank's numbers, and those of the other ranks in the same order.
-        integers: sum mod 2^64 and return int; else float64 and float.
+        values: this rank's numbers.
+        integers: sum mod 2^64 and return int; otherwise float64 and float.
         device: of the tensor that is sent, as the process group needs it.
     """
     import torch
@@ -213,24 +219,27 @@ def sum_over_ranks(values: Sequence[float], *, integers: bool, device: device | 
 def fingerprint_tensors(
     tensors: Mapping[str, Tensor], device: device | str, dtype: dtype | None = None
 ) -> tuple[dict[str, str], list[str]]:
-    """Take the fingerprints of live tensors: ({name: fingerprint in hex}, names whose copies on several ranks differ).
-    A collective.
+    """Take the fingerprints of live tensors. A collective.
 
-    Copies are compared without sending them anywhere: the sum over all ranks must be that over the owners, times the
-    number of copies.
+    Copies are compared without sending them: the sum over all ranks must be the sum over the ranks that count, times
+    the number of copies.
 
     Args:
         tensors: {name: tensor}, the same names in the same order on every rank.
         device: of the tensor that is sent, as the process group needs it.
         dtype: convert every tensor to it first; None takes them as they are.
+
+    Returns:
+        ({name: fingerprint in hex}, names of the tensors whose copies differ between ranks).
     """
     import torch.distributed as dist
 
     world = dist.get_world_size() if dist.is_initialized() else 1
     mine = [
-        _fingerprint_box(local_shard(t).to(dtype or t.dtype), shard_offset(t), tuple(t.shape)) for t in tensors.values()
+        _fingerprint_shard(get_local_shard(t).to(dtype or t.dtype), find_shard_offset(t), tuple(t.shape))
+        for t in tensors.values()
     ]
-    owner = [v if counts_on_this_rank(t) else 0 for v, t in zip(mine, tensors.values(), strict=True)]
+    owner = [v if is_counted_on_this_rank(t) else 0 for v, t in zip(mine, tensors.values(), strict=True)]
     total = sum_over_ranks([*owner, *mine], integers=True, device=device)
     out, apart = {}, []
     for k, (name, tensor) in enumerate(tensors.items()):
@@ -245,7 +254,7 @@ def fingerprint_each_rank(tensors: Mapping[str, Tensor]) -> dict[str, list[tuple
     out. A collective."""
     whole = {n: t for n, t in tensors.items() if not hasattr(t, "_local_tensor")}
     every = gather_objects(
-        [f"{_fingerprint_box(t.detach(), (0,) * t.dim(), tuple(t.shape)):016x}" for t in whole.values()]
+        [f"{_fingerprint_shard(t.detach(), (0,) * t.dim(), tuple(t.shape)):016x}" for t in whole.values()]
     )
     return {
         n: [(str(t.dtype).removeprefix("torch."), tuple(t.shape), prints[k]) for prints in every]
@@ -261,16 +270,16 @@ def _count_shards(tensor: Any) -> int:
     return prod(n for n, placement in zip(sizes, tensor.placements, strict=True) if not placement.is_replicate())
 
 
-def spacing_16bit(tensor: Tensor) -> Tensor:
-    """Return the distance of each element of a float16 or bfloat16 tensor to the next larger number, in float32; 0 for
-    0."""
+def compute_16bit_spacing(tensor: Tensor) -> Tensor:
+    """Return for each element of a float16 or bfloat16 tensor the distance to the next larger number, in float32; 0
+    for 0."""
     import torch
 
     exponent = tensor.float().frexp().exponent
     return torch.where(tensor == 0, 0.0, exponent.float().exp2() * (torch.finfo(tensor.dtype).eps / 2))
 
 
-def global_norms(
+def compute_global_norms(
     tensors: Mapping[str, Tensor], device: device | str, of: Callable[[Tensor], Tensor] = lambda t: t
 ) -> dict[str, float]:
     """Compute {name: L2 norm over all ranks} of tensors, summed in float64. A collective.
@@ -278,13 +287,13 @@ def global_norms(
     Args:
         tensors: {name: tensor}, the same names in the same order on every rank.
         device: of the tensor that is sent, as the process group needs it.
-        of: is called with this rank's shard and returns the tensor whose norm is meant; by default the shard itself.
+        of: maps this rank's shard to the tensor whose norm is computed; by default the shard itself.
     """
     import torch
 
     mine = [
-        float(torch.linalg.vector_norm(of(local_shard(t)), dtype=torch.float64).item()) ** 2
-        if counts_on_this_rank(t) and local_shard(t).numel()
+        float(torch.linalg.vector_norm(of(get_local_shard(t)), dtype=torch.float64).item()) ** 2
+        if is_counted_on_this_rank(t) and get_local_shard(t).numel()
         else 0.0
         for t in tensors.values()
     ]
@@ -301,19 +310,18 @@ def fingerprint_files(
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
     dtypes: Mapping[str, dtype] | None = None,
 ) -> dict[str, str]:
-    """Return {name: fingerprint in hex} of tensors in a checkpoint's files, which are read by other code than the load.
-    A collective.
+    """Return {name: fingerprint in hex} of tensors in a checkpoint's files, read by other code than the load. A
+    collective.
 
-    Every rank reads its share of the tensors, which are dealt out largest first.
+    Every rank reads a part of the tensors, which are assigned by size, the largest first.
 
     Args:
         opened: the checkpoint.
         names: canonical names of the tensors, the same on every rank.
         rank, world: number of this rank, and of ranks.
         device: where fingerprints are computed and summed.
-        progress: called with ("compare", bytes of this rank that are read, all its bytes).
-        dtypes: {name: torch dtype} to convert tensors to first; others are taken as the files have them. None converts
-            nothing.
+        progress: called with ("compare", bytes that this rank has read, bytes that it reads in all).
+        dtypes: {name: torch dtype} to convert tensors to first; others keep the dtype of the files. None converts none.
 
     Raises:
         CkpttoolError: a file cannot be read, or is damaged.

@@ -18,31 +18,31 @@ from typing import Any
 from ...live.collectives import gather_objects
 from ...live.job_optimizers import OWN_FLAGS
 from ...live.live_values import iterate_leaves
-from .fingerprint import counts_on_this_rank, local_shard, sum_over_ranks
+from .fingerprint import get_local_shard, is_counted_on_this_rank, sum_over_ranks
 from .numerics import read_numerics
 from .records import EnvironmentRecord
-from .side_state import collect_side_state, mark_array
+from .side_state import collect_side_state, make_array_mark
 from .sketches import WIDE, encode_sketches, sketch_shard
 
 __all__ = [
     "StepNorms",
     "as_float",
-    "collective_device",
+    "choose_collective_device",
+    "collect_named_state",
+    "compute_total_norm",
     "describe_environment",
-    "dtype_name",
+    "get_dtype_name",
     "has_dropout",
-    "held_values",
     "is_same_on_all_ranks",
     "list_dropouts",
-    "list_own_loading",
-    "model_config",
+    "list_own_load_functions",
+    "list_tied_names",
     "named_parameters",
-    "named_state",
-    "one_element_values",
-    "optimizer_numbers",
-    "plain_param_groups",
-    "root_of_squares",
-    "tied_names",
+    "read_held_values",
+    "read_model_config",
+    "read_one_element_values",
+    "read_optimizer_numbers",
+    "to_plain_param_groups",
 ]
 
 
@@ -77,32 +77,35 @@ class StepNorms:
         forgiving."""
         if self._is_comparable():
             with self._keep_trouble():
-                self._old = {n: local_shard(p).clone() for n, p in self.parameters().items()}
+                self._old = {n: get_local_shard(p).clone() for n, p in self.parameters().items()}
                 self.copied_bytes = sum(t.nbytes for t in self._old.values())
 
     def measure_gradients(self) -> None:
         """Measure the gradients as they are now, into `grads` and `grad_sketches`; parameters without a gradient are
         left out. A collective."""
         self.grads, self.grad_sketches = self._measure(
-            lambda n, p: None if p.grad is None else (p.grad, local_shard(p.grad))
+            lambda n, p: None if p.grad is None else (p.grad, get_local_shard(p.grad))
         )
 
     def measure_updates(self) -> None:
         """Measure how far the parameters are from their copy, into `updates` and `update_sketches`. A collective."""
 
         def moved(n: str, p: Any) -> Any:
-            new, old = local_shard(p), self._old.pop(n)
+            new, old = get_local_shard(p), self._old.pop(n)
             return p, new.double() - old.double() if new.element_size() == 8 else new.float() - old.float()
 
         self.updates, self.update_sketches = self._measure(moved)
 
     def _measure(self, part: Callable[[str, Any], tuple[Any, Any] | None]) -> tuple[dict[str, float], str]:
-        """Compute ({FQN: L2 norm over all ranks}, sketches) of something that belongs to each trained parameter. A
-        collective.
+        """Compute norms and sketches of a tensor for each trained parameter. A collective.
 
-        `part(FQN, parameter)` returns (a tensor laid out over ranks as what is measured, this rank's elements of what
-        is measured), or None; parameters for which every rank returns None are left out. After trouble on any rank of a
-        forgiving one, ({}, "") is returned.
+        Args:
+            part: maps (FQN, parameter) to (a tensor that is laid out over ranks as the measured one, this rank's
+                elements of the measured one), or to None. Parameters for which every rank returns None are left out.
+
+        Returns:
+            ({FQN: L2 norm over all ranks}, encoded sketches). ({}, "") after an error on any rank, if this object is
+            forgiving.
         """
         import torch
 
@@ -116,12 +119,12 @@ class StepNorms:
                 found = part(n, p)
                 if found is not None:
                     there[k] = 1.0
-                    if counts_on_this_rank(found[0]):
+                    if is_counted_on_this_rank(found[0]):
                         squares[k] = float(torch.linalg.vector_norm(found[1], dtype=torch.float64).item()) ** 2
                         rows[k] = sketch_shard(found[1], found[0])
         wrong = 0.0 if self.trouble is None else 1.0
         mine = [*squares, *there, *(v for row in rows for v in row), wrong]
-        total = sum_over_ranks(mine, integers=False, device=collective_device(self.model))
+        total = sum_over_ranks(mine, integers=False, device=choose_collective_device(self.model))
         if total[-1]:
             self.trouble = self.trouble or "another rank could not measure its shards"
             return {}, ""
@@ -134,10 +137,9 @@ class StepNorms:
         return norms, encode_sketches(units)
 
     def _is_comparable(self) -> bool:
-        """Tell whether all ranks have the same parameters; with pipeline parallelism they do not. Always True unless
-        forgiving.
+        """Tell whether all ranks have the same parameters; with pipeline parallelism they do not.
 
-        The first time this is a collective.
+        True without a check unless this object is forgiving. A collective the first time.
         """
         if self._alike is None:
             self._alike = not self.forgiving or is_same_on_all_ranks(list(self.parameters()))
@@ -156,15 +158,15 @@ class StepNorms:
             self.trouble = f"{type(e).__name__}: {e}"
 
 
-def root_of_squares(norms: Mapping[str, float]) -> float:
-    """Compute the L2 norm of the whole from those of its parts, {name: norm}."""
+def compute_total_norm(norms: Mapping[str, float]) -> float:
+    """Compute the L2 norm of several tensors together from their norms, {name: norm}."""
     return float(sum(v * v for v in norms.values()) ** 0.5)
 
 
-def named_state(model: Any, optimizer: Any = None) -> dict[str, Any]:
+def collect_named_state(model: Any, optimizer: Any = None) -> dict[str, Any]:
     """Return {canonical name: tensor} of a live job: parameters, persistent buffers, and the optimizer's tensors.
 
-    Those of the optimizer are left out if `optimizer` is None.
+    The optimizer's tensors are left out if `optimizer` is None.
     """
     from ...index.fqns import strip_wrappers
 
@@ -188,34 +190,36 @@ def named_parameters(model: Any) -> dict[str, Any]:
     return {clean[n]: p for n, p in found.items()}
 
 
-def plain_param_groups(model: Any, optimizer: Any) -> list[dict[str, Any]]:
-    """Return the optimizer's param groups as plain data: options, and "params" with a list of FQNs ("?" for a parameter
-    that the model does not have)."""
+def to_plain_param_groups(model: Any, optimizer: Any) -> list[dict[str, Any]]:
+    """Return the optimizer's param groups as plain data: {option: value}, with a list of FQNs under "params".
+
+    A parameter that the model does not have is "?".
+    """
     names = {id(p): n for n, p in named_parameters(model).items()}
     out = []
     for group in optimizer.param_groups:
-        options = {k: _plain_option(v) for k, v in group.items() if k not in OWN_FLAGS and k != "params"}
+        options = {k: _to_plain_option(v) for k, v in group.items() if k not in OWN_FLAGS and k != "params"}
         out.append({**options, "params": [names.get(id(p), "?") for p in group["params"]]})
     return out
 
 
-def _plain_option(x: Any) -> Any:
+def _to_plain_option(x: Any) -> Any:
     """Return an option of a param group as plain data.
 
-    A tensor of one element becomes a number, a larger one its dtype, shape and fingerprint in one text, and an unknown
+    A tensor of one element becomes a number, a larger one a text with its dtype, shape and fingerprint, and an unknown
     object the name of its class.
     """
     if hasattr(x, "element_size"):
-        return as_float(x) if x.numel() == 1 else " ".join(map(str, mark_array(x)))
+        return as_float(x) if x.numel() == 1 else " ".join(map(str, make_array_mark(x)))
     if isinstance(x, (list, tuple)):
-        return [_plain_option(v) for v in x]
+        return [_to_plain_option(v) for v in x]
     if isinstance(x, dict):
-        return {str(k): _plain_option(v) for k, v in x.items()}
+        return {str(k): _to_plain_option(v) for k, v in x.items()}
     return x if isinstance(x, (int, float, str, bool, type(None))) else type(x).__name__
 
 
-def tied_names(model: Any) -> list[list[str]]:
-    """List the names of each parameter that has several: [["lm_head.weight", "model.embed_tokens.weight"]]."""
+def list_tied_names(model: Any) -> list[list[str]]:
+    """List the FQNs of each parameter that has several: [["lm_head.weight", "model.embed_tokens.weight"]]."""
     from ...index.fqns import strip_wrappers
 
     names: dict[int, list[str]] = {}
@@ -226,7 +230,7 @@ def tied_names(model: Any) -> list[list[str]]:
     return sorted(sorted(n) for n in names.values() if len(n) > 1)
 
 
-def model_config(model: Any) -> dict[str, Any] | None:
+def read_model_config(model: Any) -> dict[str, Any] | None:
     """Return the configuration of a transformers model as plain data; None for a model without one."""
     inner = getattr(model, "module", model)
     config: Any = getattr(inner, "config", None)
@@ -236,7 +240,7 @@ def model_config(model: Any) -> dict[str, Any] | None:
     return plain
 
 
-def one_element_values(tensors: Mapping[str, Any]) -> dict[str, float]:
+def read_one_element_values(tensors: Mapping[str, Any]) -> dict[str, float]:
     """Return {name: value} of the tensors that have one element and are neither sharded nor complex."""
     return {
         n: float(t.item())
@@ -245,8 +249,9 @@ def one_element_values(tensors: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def optimizer_numbers(model: Any, optimizer: Any) -> dict[str, float]:
-    """Return {canonical name: number} of the plain numbers in the optimizer's state; some optimizers count steps so.
+def read_optimizer_numbers(model: Any, optimizer: Any) -> dict[str, float]:
+    """Return {canonical name: number} of the plain numbers in the optimizer's state, such as the steps of some
+    optimizers.
 
     Names are those that tensors would have: "optim.state.<FQN>.step".
     """
@@ -258,24 +263,27 @@ def optimizer_numbers(model: Any, optimizer: Any) -> dict[str, float]:
     }
 
 
-def held_values(model: Any, scheduler: Any) -> dict[str, Any]:
-    """Return {name: plain value, or mark of an array} of what a scheduler (None for none) and the get_extra_state() of
-    modules hold: "scheduler.milestones.[3]", where a key that is no text has brackets."""
+def read_held_values(model: Any, scheduler: Any) -> dict[str, Any]:
+    """Return {name: plain value, or mark of an array} of the state of a scheduler and of the modules' extra states.
+
+    Names are such as "scheduler.milestones.[3]", with brackets around a key that is not text. `scheduler` is None if
+    there is none. Extra states are what get_extra_state() of modules returns.
+    """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     state = get_model_state_dict(model)
     states: dict[tuple[str, ...], Any] = {("model", n): x for n, x in state.items() if n.endswith("_extra_state")}
     if scheduler is not None:
         states["scheduler",] = scheduler.state_dict()
-    found = collect_side_state({path: _mark_keys(x) for path, x in states.items()})
+    found = collect_side_state({path: _with_bracketed_keys(x) for path, x in states.items()})
     return {**found.values, **{n: list(mark) for n, mark in found.others.items()}}
 
 
-def _mark_keys(x: Any) -> Any:
-    """Return a tree in which keys that are no text are text in brackets."""
+def _with_bracketed_keys(x: Any) -> Any:
+    """Return a tree in which keys that are not text are converted to text in brackets."""
     if isinstance(x, Mapping):
-        return {k if isinstance(k, str) else f"[{k!r}]": _mark_keys(y) for k, y in x.items()}
-    return type(x)(map(_mark_keys, x)) if type(x) in (list, tuple) else x
+        return {k if isinstance(k, str) else f"[{k!r}]": _with_bracketed_keys(y) for k, y in x.items()}
+    return type(x)(map(_with_bracketed_keys, x)) if type(x) in (list, tuple) else x
 
 
 def has_dropout(model: Any) -> bool:
@@ -303,21 +311,23 @@ def list_dropouts(model: Any) -> list[tuple[Any, str, float]]:
 _KNOWN_LOADERS = ("torch", "transformers", "peft", "ckpttool")
 
 
-def list_own_loading(model: Any, optimizers: Iterable[Any]) -> list[str]:
-    """List the functions of a job that torch calls as it loads a state dict into modules and optimizers, and that
-    `ckpttool.load` does not call: load_state_dict and _load_from_state_dict of classes, and hooks, with the first
-    module that has them. Those of torch, transformers and peft are left out."""
+def list_own_load_functions(model: Any, optimizers: Iterable[Any]) -> list[str]:
+    """List the job's own functions that torch calls to load state dicts, and that `ckpttool.load` does not call.
+
+    These are load_state_dict and _load_from_state_dict of classes, and hooks, of modules and optimizers; a hook is
+    listed with the first module that has it. Those of torch, transformers and peft are left out.
+    """
     found: dict[Any, str] = {}
     for name, module in model.named_modules():
         for method in ("load_state_dict", "_load_from_state_dict"):
-            found.setdefault(_function_of(getattr(module, method)), "")
+            found.setdefault(_unwrap_function(getattr(module, method)), "")
         for hook in (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()):
-            found.setdefault(_function_of(hook), f" (a hook of {name or 'the model'})")
+            found.setdefault(_unwrap_function(hook), f" (a hook of {name or 'the model'})")
     for optimizer in optimizers:
-        found.setdefault(_function_of(optimizer.load_state_dict), "")
+        found.setdefault(_unwrap_function(optimizer.load_state_dict), "")
         for kind in ("pre", "post"):
             for hook in getattr(optimizer, f"_optimizer_load_state_dict_{kind}_hooks", {}).values():
-                found.setdefault(_function_of(hook), f" (a hook of {type(optimizer).__name__})")
+                found.setdefault(_unwrap_function(hook), f" (a hook of {type(optimizer).__name__})")
     return [
         f"{x.__module__}.{x.__qualname__}{of}"
         for x, of in found.items()
@@ -325,25 +335,25 @@ def list_own_loading(model: Any, optimizers: Iterable[Any]) -> list[str]:
     ]
 
 
-def _function_of(x: Any) -> Any:
-    """Return the function inside a bound method, a partial function or torch's wrapper of a hook; the class of another
-    callable object."""
+def _unwrap_function(x: Any) -> Any:
+    """Return the function inside a bound method, a partial or torch's wrapper of a hook; for another callable its
+    class."""
     for inner in ("hook", "func", "__func__"):
         x = getattr(x, inner, x)
     return x if hasattr(x, "__qualname__") else type(x)
 
 
-def dtype_name(tensor: Any) -> str:
+def get_dtype_name(tensor: Any) -> str:
     """Return the name of a tensor's dtype without "torch.": "bfloat16"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def describe_environment(device: str | None = None) -> EnvironmentRecord:
-    """Return versions and devices, which make differences that no checkpoint records.
+    """Return versions, devices and CUDA settings, which can change results though no checkpoint records them.
 
     Args:
-        device: "cuda" or "cpu", where the job computes; on "cpu" GPUs of the machine are left out. None if it is not
-            known: they are described if there are any.
+        device: "cuda" or "cpu", where the job computes; for "cpu" the machine's GPUs are left out. None if it is not
+            known: GPUs are then described if there are any.
     """
     import platform
 
@@ -356,7 +366,7 @@ def describe_environment(device: str | None = None) -> EnvironmentRecord:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "executable": sys.executable,
-        "packages": _list_loaded_packages(),
+        "packages": _find_loaded_packages(),
     }
     if device != "cpu" and torch.cuda.is_available():
         out["gpu"] = torch.cuda.get_device_name()
@@ -368,9 +378,9 @@ def describe_environment(device: str | None = None) -> EnvironmentRecord:
     return out
 
 
-def _list_loaded_packages() -> dict[str, str]:
-    """Return {name: version} of the packages that this process has imported under the names that they are installed
-    by, sorted by name."""
+def _find_loaded_packages() -> dict[str, str]:
+    """Return {name: version} of the packages that this process has imported under their installed names, sorted by
+    name."""
     names = sorted({module.partition(".")[0] for module in list(sys.modules)} - sys.stdlib_module_names)
     return {name: version for name in names if (version := _find_version(name)) is not None}
 
@@ -384,9 +394,9 @@ def _find_version(package: str) -> str | None:
         return None
 
 
-def collective_device(model: Any) -> Any:
-    """Return the torch.device for collectives: that of the parameters, or with NCCL this rank's GPU even if they are
-    offloaded."""
+def choose_collective_device(model: Any) -> Any:
+    """Return the torch.device for collectives: that of the parameters, or with NCCL this rank's GPU if they are on
+    the CPU."""
     import torch
 
     on = next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -42,7 +42,7 @@ from .records import (
     RoundTripRecord,
     ScheduleRecord,
 )
-from .side_state import Mark, mark_object
+from .side_state import Mark, make_object_mark
 
 __all__ = [
     "LIVE",
@@ -51,9 +51,9 @@ __all__ = [
     "SCHEMA",
     "Step",
     "Trace",
+    "format_record_line",
     "read_reference",
     "read_trace",
-    "record_line",
     "spell_non_finite",
     "trace_to_json",
 ]
@@ -204,9 +204,11 @@ def trace_to_json(trace: Trace) -> dict[str, Any]:
     return {"ckpttool": SCHEMA, **plain}
 
 
-def record_line(kind: str, **record: Any) -> str:
-    """Return one record of a `Recorder` as a line of JSON. `kind` is "start", "state", "step" or "lost"; `record` has
-    its fields."""
+def format_record_line(kind: str, **record: Any) -> str:
+    """Return one record of a `Recorder` as a line of JSON.
+
+    `kind` is "start", "state", "step" or "lost"; `record` has its fields.
+    """
     return json.dumps({"ckpttool": SCHEMA, "kind": kind, **spell_non_finite(record)}, ensure_ascii=False) + "\n"
 
 
@@ -217,14 +219,13 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 
 
 def read_reference(path: str | os.PathLike[str], at: int | None = None, later: int = 0) -> Trace:
-    """Read the trace that a `Recorder` wrote as lines of JSON. Of a step that was recorded several times, as after a
-    restart, the last record counts.
+    """Read the trace that a `Recorder` wrote as lines of JSON. If a step was recorded several times, the last record
+    counts.
 
     Args:
         path: the recording.
-        at: the step whose state is wanted; if None, or if no state of it was recorded, it is that of the last record of
-            a state.
-        later: how many steps after that the state is wanted as well, for `Trace.after`.
+        at: the step whose state is wanted; if None, or if its state was not recorded, the last recorded state is taken.
+        later: number of steps after that at which the final state (`Trace.after`) is wanted.
 
     Raises:
         UsageError: there is no such file. Corrupt: a line is not a record, or no step is recorded. Unsupported: it
@@ -285,12 +286,12 @@ def read_reference(path: str | os.PathLike[str], at: int | None = None, later: i
 
 
 def _parse_state(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {field of `Trace`: value} of a record of a state.
+    """Return {field of `Trace`: value} from a record of a state.
 
     Raises:
-        TypeError, ValueError, KeyError, AttributeError: it is none.
+        TypeError, ValueError, KeyError, AttributeError: it is no such record.
     """
-    values, objects = _part_objects(record.get("values", {}), record.get("version", 1))
+    values, objects = _separate_objects(record.get("values", {}), record.get("version", 1))
     buffers = record.get("buffers", {}).items()
     return {
         "state": _parse_marks(record["state"]),
@@ -361,18 +362,18 @@ def _parse_schedule(x: Any) -> ScheduleRecord:
     return {**out, "stopped": str(x["stopped"])} if "stopped" in x else out
 
 
-def _part_objects(values: Any, version: int) -> tuple[dict[str, Any], dict[str, Mark]]:
-    """Part recorded values into (plain values, marks of objects of other classes).
+def _separate_objects(values: Any, version: int) -> tuple[dict[str, Any], dict[str, Mark]]:
+    """Split recorded values into ({name: plain value}, {name: mark of an object of another class}).
 
-    Recordings before `RECORD_VERSION` 2 have the text "<module.Class>" for such an object, so that in those any text
-    that begins with "<" may be one.
+    Recordings before `RECORD_VERSION` 2 store such an object as the text "<module.Class>", so in those any text that
+    begins with "<" is taken for one.
 
     Raises:
         TypeError, ValueError, AttributeError: it is something else.
     """
     plain = dict(values)
     objects = {n: v for n, v in plain.items() if version < 2 and isinstance(v, str) and v.startswith("<")}
-    return {n: v for n, v in plain.items() if n not in objects}, {n: mark_object(v) for n, v in objects.items()}
+    return {n: v for n, v in plain.items() if n not in objects}, {n: make_object_mark(v) for n, v in objects.items()}
 
 
 def _parse_marks(x: Any) -> dict[str, tuple[str, tuple[int, ...], str]]:
@@ -418,10 +419,10 @@ _KINDS: dict[str, Any] = {
 
 
 def _read_records(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, record) of a recording; a last line that was cut off is left out.
+    """Yield (line number, record) of a recording; an incomplete last line is left out.
 
     Raises:
-        OSError: the file cannot be read. Corrupt: a whole line is not a JSON object.
+        OSError: the file cannot be read. Corrupt: a complete line is not a JSON object.
     """
     with open(path, "rb") as f:
         for number, line in enumerate(f, 1):
@@ -489,7 +490,7 @@ _NUMBERS = {
 
 
 def spell_non_finite(x: Any) -> Any:
-    """Return plain data without NaN and infinities, which are the strings "nan", "inf" and "-inf"."""
+    """Return plain data with the strings "nan", "inf" and "-inf" in place of NaN and infinities."""
     if isinstance(x, float) and not math.isfinite(x):
         return "nan" if math.isnan(x) else "inf" if x > 0 else "-inf"
     if isinstance(x, dict):
@@ -500,7 +501,7 @@ def spell_non_finite(x: Any) -> Any:
 
 
 def _parse_non_finite(x: Any, number: bool = False) -> Any:
-    """Turn the strings "nan", "inf" and "-inf" of plain data into numbers again, in the fields that hold numbers.
+    """Return plain data with NaN and infinities in place of "nan", "inf" and "-inf", in the fields that hold numbers.
 
     `number` tells whether `x` is in such a field.
     """

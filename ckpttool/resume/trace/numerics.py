@@ -60,8 +60,8 @@ def use_numerics(deterministic: bool, recorded: NumericsRecord) -> None:
 
     Args:
         deterministic: whether kernels must be deterministic; otherwise torch chooses them.
-        recorded: settings of the recorded job, for TF32 and for sums in bf16, which are off where it says nothing. If
-            it is empty and `deterministic` is False, torch's own settings stay.
+        recorded: settings of the recorded job for TF32 and for reduced-precision sums in bf16; settings that it lacks
+            are turned off. If it is empty and `deterministic` is False, torch's own settings are kept.
     """
     import torch
 
@@ -100,9 +100,11 @@ def name_missing_kernel() -> Iterator[None]:
         ) from e
 
 
-def _non_persistent_buffers(model: Any) -> dict[str, Any]:
-    """Return {name: buffer} of the buffers that no state dict holds, except on the meta device; names are without what
-    wrappers such as DDP add."""
+def _collect_non_persistent_buffers(model: Any) -> dict[str, Any]:
+    """Return {name: buffer} of the buffers that no state dict holds, except those on the meta device.
+
+    Names lack the parts that wrappers such as DDP add.
+    """
     from ...index.fqns import strip_wrappers
 
     found = {}
@@ -124,7 +126,7 @@ def read_small_buffers(model: Any) -> dict[str, list[Any]]:
     import torch
 
     out = {}
-    for name, buffer in _non_persistent_buffers(model).items():
+    for name, buffer in _collect_non_persistent_buffers(model).items():
         if buffer.numel() * buffer.element_size() <= _SMALL:
             raw = buffer.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8)
             out[name] = [str(buffer.dtype).removeprefix("torch."), list(buffer.shape), raw.numpy().tobytes().hex()]
@@ -132,15 +134,14 @@ def read_small_buffers(model: Any) -> dict[str, list[Any]]:
 
 
 def use_recorded_buffers(model: Any, recorded: Mapping[str, Any]) -> list[str]:
-    """Give the model the recorded numbers of buffers that no checkpoint holds; return a note for each buffer that had
-    others.
+    """Fill buffers that no checkpoint holds with the recorded numbers; return a note for each buffer that changed.
 
-    `recorded` is {name: [dtype, shape, bytes in hex]}; a buffer of another dtype or shape is left as it is.
+    `recorded` is {name: [dtype, shape, bytes in hex]}; a buffer with another dtype or shape is left as it is.
     """
     import torch
 
     notes = []
-    mine, live = read_small_buffers(model), _non_persistent_buffers(model)
+    mine, live = read_small_buffers(model), _collect_non_persistent_buffers(model)
     for name, (dtype, shape, hexed) in recorded.items():
         if name not in mine or mine[name] == [dtype, list(shape), hexed] or mine[name][:2] != [dtype, list(shape)]:
             continue

@@ -17,11 +17,11 @@ from .records import ProbeRecord
 
 __all__ = [
     "compute_logits",
+    "explain_unsupported_forward",
+    "make_probe_batch",
     "preserving_module_state",
-    "probe_batch",
     "select_probe_logits",
     "sketch_logits",
-    "unsupported_forward_reason",
 ]
 
 _ROWS = 64  # positions of logits that are kept
@@ -41,11 +41,12 @@ def select_probe_logits(logits: Any) -> Any:
 
 
 def sketch_logits(logits: Any) -> ProbeRecord:
-    """Project a numpy array of logits (positions, vocabulary) to 16 fixed random directions, to be compared without the
-    logits.
+    """Project a numpy array of logits (positions, vocabulary) onto 16 fixed random directions, for later comparisons.
 
-    Returns {"sketch": a list of 16 numbers for each position, "shape", "not_finite": how many logits are}. Infinite and
-    NaN logits count as 0 in the sketch.
+    Infinite and NaN logits count as 0 in the sketch.
+
+    Returns:
+        {"sketch": a list of 16 numbers for each position, "shape": of the logits, "not_finite": number of such logits}.
     """
     import numpy as np
 
@@ -58,19 +59,18 @@ def sketch_logits(logits: Any) -> ProbeRecord:
     return {"sketch": out.tolist(), "shape": list(x.shape), "not_finite": int(wrong.sum())}
 
 
-def probe_batch(rows: Mapping[str, Any], device: Any) -> dict[str, Any]:
-    """Return {"input_ids": int64 tensor (rows, sequence), ...} on a device, from the lists of token ids of a recorded
-    probe."""
+def make_probe_batch(rows: Mapping[str, Any], device: Any) -> dict[str, Any]:
+    """Return {"input_ids": int64 tensor (rows, sequence), ...} on a device, from the token ids of a recorded probe."""
     import torch
 
     return {k: torch.tensor(v, dtype=torch.int64, device=device) for k, v in rows.items()}
 
 
-def unsupported_forward_reason(model: Any, names: Mapping[str, Any]) -> str | None:
-    """Return a text that says why the model cannot be called with these keyword arguments; None if it can, or if nobody
-    knows.
+def explain_unsupported_forward(model: Any, names: Mapping[str, Any]) -> str | None:
+    """Return why the model cannot be called with some keyword arguments, as a text; None if it can, or if that is not
+    known.
 
-    Of `names`, {argument: anything}, only the keys count.
+    Only the keys of `names` count.
     """
     inner = getattr(model, "module", model)
     try:
@@ -86,8 +86,9 @@ def unsupported_forward_reason(model: Any, names: Mapping[str, Any]) -> str | No
 
 
 def compute_logits(model: Any, batch: Mapping[str, Any]) -> Any:
-    """Compute the logits (rows, sequence, vocabulary) of model(**batch), whole on every rank. A collective if the model
-    is sharded.
+    """Compute the logits (rows, sequence, vocabulary) of model(**batch), unsharded on every rank.
+
+    A collective if the model is sharded.
 
     Raises:
         ValueError: the model returns something else. Errors of the model pass through.

@@ -20,23 +20,21 @@ from ...index.fqns import EXTRA_STATE, strip_wrappers
 from ...live.collectives import gather_objects
 from ...printable import count_noun, list_first
 from . import fingerprint
-from .side_state import collect_side_state, flatten_side_state, mark_array
+from .side_state import collect_side_state, flatten_side_state, make_array_mark
 
-__all__ = ["check_sources", "gather_side_state"]
+__all__ = ["check_recorder_sources", "gather_side_state"]
 
 _MODEL_KEYS = frozenset(("model", "optim", "optimizer", "state_dict"))
 
 
-def check_sources(*, scheduler: Any, scaler: Any, dataloader: Any, extra: Any) -> dict[str, Any]:
-    """Check the arguments of a `Recorder`, and return {key at the root of a checkpoint: object that its state comes
-    from}.
+def check_recorder_sources(*, scheduler: Any, scaler: Any, dataloader: Any, extra: Any) -> dict[str, Any]:
+    """Check the arguments of a `Recorder` for side state, and return those that are not None by their checkpoint key.
 
-    Each is an object with `state_dict()`, a function without arguments that returns the state, or the state; None is
-    left out. `extra` is a dict of such by key, kept whole under "extra".
+    Each is an object with `state_dict()`, a function without arguments that returns the state, or the state itself.
+    `extra` is a dict of such by key, or a function that returns one; it is kept as it is under "extra".
 
     Raises:
-        UsageError: an argument is something else, or `extra` has a key of its own for model, optimizer or another
-            argument.
+        UsageError: an argument is something else, or `extra` has a key of the model, the optimizer or another argument.
     """
     out: dict[str, Any] = {}
     for key, source in (("scheduler", scheduler), ("scaler", scaler), ("dataloader", dataloader)):
@@ -79,28 +77,30 @@ def _check_extra_keys(extra: Mapping[Any, Any], others: Collection[str]) -> Mapp
     return extra
 
 
-def _state_dict_of(source: Any) -> Any:
-    """Return the state of an object with state_dict(), of a list of such, or what a function returns; anything else is
-    the state itself."""
+def _read_state_dict(source: Any) -> Any:
+    """Return the state_dict() of an object or of each of a list, or what a function returns; anything else as it is."""
     if hasattr(source, "state_dict"):
         return source.state_dict()
     if isinstance(source, (list, tuple)) and any(hasattr(x, "state_dict") for x in source):
-        return [_state_dict_of(x) for x in source]
+        return [_read_state_dict(x) for x in source]
     return source() if callable(source) else source
 
 
 def gather_side_state(given: Mapping[str, Any], device: Any, model: Any = None) -> dict[str, Any]:
-    """Gather the fields of a state record from all ranks: {"values", "others", "variants", "generators", "unrecorded"}.
-    A collective.
+    """Gather the fields of a state record from all ranks. A collective.
 
-    Values that some ranks hold and others do not (each rank's own dataloader) are all there. Where ranks hold different
-    values under one name, as long as they save them under that name the checkpoint has one of them: `variants` has all.
-    State that cannot be read is no error; `unrecorded` has {what: why}.
+    Values that only some ranks hold (such as each rank's own dataloader) are all included. If ranks hold different
+    values under one name, a checkpoint may have any of them: `variants` lists all. State that cannot be read raises no
+    error.
 
     Args:
-        given: what `check_sources` returned.
+        given: what `check_recorder_sources` returned.
         device: for collectives.
         model: the extra states of its modules are gathered, too; None for none.
+
+    Returns:
+        {"values": plain values, "others": marks, "variants": {name: differing values}, "generators": marks of each
+        rank's random states, "unrecorded": {what could not be read: why}}.
     """
     wrong: dict[str, str] = {}
     tree: dict[str, Any] = {}
@@ -109,9 +109,9 @@ def gather_side_state(given: Mapping[str, Any], device: Any, model: Any = None) 
         try:
             if key == "extra":
                 extra = source() if callable(source) else source
-                found = {k: _state_dict_of(v) for k, v in _check_extra_keys(extra, given.keys() - {"extra"}).items()}
+                found = {k: _read_state_dict(v) for k, v in _check_extra_keys(extra, given.keys() - {"extra"}).items()}
             else:
-                found = {key: _state_dict_of(source)}
+                found = {key: _read_state_dict(source)}
             flatten_side_state(found)
         except Exception as e:
             wrong[key] = f"{type(e).__name__}: {e}"
@@ -120,7 +120,7 @@ def gather_side_state(given: Mapping[str, Any], device: Any, model: Any = None) 
     # all keys together, since a second one of a kind (dataloader and sampler) has another place
     makers: dict[str, Callable[[], Mapping[Path, object]]] = {
         "extra": partial(flatten_side_state, tree) if tree else dict,
-        "extra states": partial(_extra_states_of, model),
+        "extra states": partial(_collect_extra_states, model),
     }
     for key, make in makers.items():
         try:
@@ -136,8 +136,8 @@ def gather_side_state(given: Mapping[str, Any], device: Any, model: Any = None) 
         for key, why in part[3].items():
             unrecorded.setdefault(key, f"its state could not be read on rank {rank} ({why})")
     variants: dict[str, list[Any]] = {}
-    values = _merge_ranks([p[0] for p in parts], variants)
-    others = _merge_ranks([p[1] for p in parts], variants)
+    values = _merge_rank_values([p[0] for p in parts], variants)
+    others = _merge_rank_values([p[1] for p in parts], variants)
     if len({tuple(p[2]) for p in parts}) == 1:
         names = sorted(mine.sharded)
         tensors = {n: mine.sharded[n] for n in names}
@@ -161,9 +161,11 @@ def gather_side_state(given: Mapping[str, Any], device: Any, model: Any = None) 
     }
 
 
-def _extra_states_of(model: Any) -> dict[Path, object]:
-    """Return {canonical path: what get_extra_state() returned} of the modules of a model that have one of their own, as
-    its state_dict() has them; tensors are left out, since they are among those of the model. {} for None."""
+def _collect_extra_states(model: Any) -> dict[Path, object]:
+    """Return {canonical path: result of get_extra_state()} of the modules of a model that define it; {} for None.
+
+    Tensors are left out, since they are among those of the model.
+    """
     from torch.nn import Module
 
     if model is None:
@@ -177,9 +179,11 @@ def _extra_states_of(model: Any) -> dict[Path, object]:
     return {("model", clean[n]): x for n, x in found.items() if not hasattr(x, "element_size")}
 
 
-def _merge_ranks(parts: list[dict[str, Any]], variants: dict[str, list[Any]]) -> dict[str, Any]:
-    """Merge {name: value} of each rank into one; where ranks differ, the first one's value counts, and `variants` gets
-    {name: [all values]}."""
+def _merge_rank_values(parts: list[dict[str, Any]], variants: dict[str, list[Any]]) -> dict[str, Any]:
+    """Merge {name: value} of each rank into one; if ranks differ, the first value counts.
+
+    `variants` then gets {name: all different values}.
+    """
     out: dict[str, Any] = {}
     for part in parts:
         for name, value in part.items():
@@ -191,17 +195,17 @@ def _merge_ranks(parts: list[dict[str, Any]], variants: dict[str, list[Any]]) ->
 
 
 def _mark_generators() -> dict[str, Any]:
-    """Return the marks (dtype, shape, fingerprint) of this rank's global generators, by "torch", "cuda", "numpy" and
+    """Return the marks (dtype, shape, fingerprint) of this rank's global generators by "torch", "cuda", "numpy" and
     "python".
 
-    "numpy_position" is how far numpy has used up the block of numbers that it has drawn.
+    "numpy_position" is how many numbers of numpy's current block have been used.
     """
     import numpy as np
     import torch
 
-    out: dict[str, Any] = {"torch": mark_array(torch.get_rng_state())}
+    out: dict[str, Any] = {"torch": make_array_mark(torch.get_rng_state())}
     if torch.cuda.is_available():
-        out["cuda"] = mark_array(torch.cuda.get_rng_state())
+        out["cuda"] = make_array_mark(torch.cuda.get_rng_state())
     found = collect_side_state({("python",): random.getstate(), ("numpy",): np.random.get_state(legacy=True)})
     out["python"], out["numpy"] = found.others["python.1"], found.others["numpy.1"]
     return {**out, "numpy_position": found.values["numpy.2"]}

@@ -27,42 +27,42 @@ from ...errors import UsageError, argument
 from ...live.collectives import gather_objects
 from ...live.job_optimizers import OptimizerList, list_optimizers
 from ...printable import count_noun, list_first, printable
-from .batches import BatchDigest, add_digests, describe_batch, digest_batch
+from .batches import BatchDigest, add_digests, digest_batch, make_batch_fields
 from .fingerprint import can_fingerprint, fingerprint_each_rank, fingerprint_tensors
 from .live_facts import (
     StepNorms,
     as_float,
-    collective_device,
+    choose_collective_device,
+    collect_named_state,
+    compute_total_norm,
     describe_environment,
-    dtype_name,
+    get_dtype_name,
     has_dropout,
     is_same_on_all_ranks,
-    model_config,
-    named_state,
-    one_element_values,
-    optimizer_numbers,
-    plain_param_groups,
-    root_of_squares,
-    tied_names,
+    list_tied_names,
+    read_model_config,
+    read_one_element_values,
+    read_optimizer_numbers,
+    to_plain_param_groups,
 )
-from .model import RECORD_VERSION, Step, record_line
+from .model import RECORD_VERSION, Step, format_record_line
 from .numerics import read_small_buffers
 from .probing import (
     compute_logits,
+    explain_unsupported_forward,
+    make_probe_batch,
     preserving_module_state,
-    probe_batch,
     select_probe_logits,
     sketch_logits,
-    unsupported_forward_reason,
 )
-from .recorded_state import check_sources, gather_side_state
+from .recorded_state import check_recorder_sources, gather_side_state
 from .records import ProbeRecord, ScheduleRecord
-from .state_after import copy_schedule, read_state_after, walk_schedule
+from .state_after import copy_scheduler, read_state_after, step_scheduler_ahead
 
 __all__ = ["Recorder"]
 
 
-def _not_passed(what: str) -> dict[str, str]:
+def _make_not_passed_entry(what: str) -> dict[str, str]:
     """Return {what: a text that it was not passed to Recorder}, an entry of `unrecorded`."""
     return {what: f"{what} was not passed to Recorder"}
 
@@ -117,7 +117,7 @@ class Recorder:
         optimizers = list(map(_unwrap_optimizer, given))
         optimizer = OptimizerList(list_optimizers(optimizers)) if several else next(iter(optimizers), None)
         self._path, self._model, self._optimizer, self._group, self._rows = path, model, optimizer, group, rows
-        self._sources = check_sources(scheduler=scheduler, scaler=scaler, dataloader=dataloader, extra=extra)
+        self._sources = check_recorder_sources(scheduler=scheduler, scaler=scaler, dataloader=dataloader, extra=extra)
         if probe is not None and model is None:
             raise UsageError(f"{argument('probe')} needs the model whose logits are recorded.", code="CKPT0223")
         self._probe = None if probe is None else _parse_probe_rows(probe)
@@ -131,41 +131,43 @@ class Recorder:
                 one.register_step_pre_hook(self._before_step),
                 one.register_step_post_hook(self._after_step),
             ]
-        known: dict[str, Any] = {"world_size": _world_size(), "environment": describe_environment(), **about}
+        known: dict[str, Any] = {"world_size": _get_world_size(), "environment": describe_environment(), **about}
         if model is not None:
             known.setdefault("dropout", has_dropout(model))
             known.setdefault("parameters", sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()))
-            known.setdefault("tied", tied_names(model))
-            known.setdefault("config", model_config(model))
+            known.setdefault("tied", list_tied_names(model))
+            known.setdefault("config", read_model_config(model))
         if hasattr(scheduler, "state_dict"):
             known.setdefault("scheduler", type(scheduler).__name__)
         self._clip = known.get("clip")
-        if _rank() == 0:
-            _cut_half_line(path)
-            _append(path, record_line("start", **known))
+        if _get_rank() == 0:
+            _cut_incomplete_line(path)
+            _append_text(path, format_record_line("start", **known))
 
     def state(self, step: int) -> None:
-        """Record what the job holds after `step` optimizer steps: fingerprints of model and optimizer, the state of
-        scheduler, scaler, dataloader and `extra`, marks of every rank's random states, the probe, and the learning
-        rates of the next 1,000 steps, by a copy of the scheduler. A collective.
+        """Record the job's state after `step` optimizer steps. A collective.
+
+        It records fingerprints of model and optimizer, the state of scheduler, scaler, dataloader and `extra`, marks of
+        every rank's random states, the probe, and the learning rates of the next 1,000 steps, by a copy of the
+        scheduler.
 
         Call it right before or after the checkpoint is saved. A later job is compared with it, tensor by tensor and
-        value by value. Call it once more after the last step that is compared, and the state after the steps is
+        value by value. Call it again after the last step that is compared, so that the state after the steps is
         compared, too. It costs two passes over this rank's shards, and one forward pass if there is a probe.
         """
         with self._warn_instead(f"state of step {step}"):
             model, optimizer = self._model, self._optimizer
-            device = "cpu" if model is None else collective_device(model)
+            device = "cpu" if model is None else choose_collective_device(model)
             found = gather_side_state(self._sources, device, model)
             lacks: dict[str, str] = {}
             for key in ("scheduler", "scaler", "dataloader", "extra"):
                 if key not in self._sources:
-                    lacks |= _not_passed(key)
+                    lacks |= _make_not_passed_entry(key)
             lacks |= found.pop("unrecorded")
             tensors: dict[str, Any] = {}
             numbers: dict[str, float] = {}
             if model is None:
-                lacks |= _not_passed("model")
+                lacks |= _make_not_passed_entry("model")
             elif any(hasattr(p, "ds_tensor") for p in model.parameters()):
                 lacks["model"] = "DeepSpeed's ZeRO-3 keeps the parameters apart from the model"
             else:
@@ -174,9 +176,9 @@ class Recorder:
                     lacks["model"] = why
                 prints, apart = fingerprint_tensors(tensors, device)
                 found["variants"] |= fingerprint_each_rank({n: tensors[n] for n in apart})
-                numbers = {} if optimizer is None or why is not None else optimizer_numbers(model, optimizer)
+                numbers = {} if optimizer is None or why is not None else read_optimizer_numbers(model, optimizer)
             if optimizer is None:
-                lacks |= _not_passed("optimizer")
+                lacks |= _make_not_passed_entry("optimizer")
             probe, why = self._run_probe(device)
             if why is not None:
                 lacks["probe"] = why
@@ -189,25 +191,28 @@ class Recorder:
                 "state",
                 version=RECORD_VERSION,
                 step=step,
-                state={n: (dtype_name(t), tuple(t.shape), prints[n]) for n, t in tensors.items()},
-                scalars=one_element_values(tensors) | numbers,
+                state={n: (get_dtype_name(t), tuple(t.shape), prints[n]) for n, t in tensors.items()},
+                scalars=read_one_element_values(tensors) | numbers,
                 **found,
                 probe=probe,
                 unrecorded=lacks,
                 buffers={} if model is None else read_small_buffers(model),
-                groups=[] if model is None or optimizer is None else plain_param_groups(model, optimizer),
+                groups=[] if model is None or optimizer is None else to_plain_param_groups(model, optimizer),
                 after={} if "model" in lacks else read_state_after(model, optimizer, step),
                 schedule=schedule,
             )
 
     def _read_schedule(self, step: int) -> tuple[ScheduleRecord, str | None]:
-        """Step a copy of the scheduler ahead: (its learning rates, None), or ({}, why there are none)."""
+        """Step a copy of the scheduler ahead: (its learning rates, None), or ({}, why that failed).
+
+        ({}, None) if there is no scheduler or no optimizer, which `unrecorded` tells already.
+        """
         scheduler = self._sources.get("scheduler")
         if scheduler is None or self._optimizer is None:
             return {}, None  # which `unrecorded` says already
         try:
-            copied = copy_schedule(scheduler, self._model, self._optimizer)
-            return ({}, copied) if isinstance(copied, str) else (walk_schedule(*copied, step), None)
+            copied = copy_scheduler(scheduler, self._model, self._optimizer)
+            return ({}, copied) if isinstance(copied, str) else (step_scheduler_ahead(*copied, step), None)
         except Exception as e:
             return {}, f"a copy of the scheduler could not be stepped ahead ({type(e).__name__}: {e})"
 
@@ -220,7 +225,7 @@ class Recorder:
         tensors: dict[str, Any] = {}
         failed: str | None = None
         try:
-            tensors = named_state(self._model, self._optimizer)
+            tensors = collect_named_state(self._model, self._optimizer)
             odd = [n for n, t in tensors.items() if not can_fingerprint(t)]
             tensors = {n: t for n, t in tensors.items() if n not in set(odd)}
             if odd:
@@ -239,13 +244,13 @@ class Recorder:
     def _run_probe(self, device: Any) -> tuple[ProbeRecord, str | None]:
         """Run the probe: (its record, None), or ({}, why there is none). A collective."""
         if self._probe is None:
-            return {}, _not_passed("probe")["probe"]
+            return {}, _make_not_passed_entry("probe")["probe"]
         if not is_same_on_all_ranks(self._probe):
             return {}, "ranks were given different rows"
         out: ProbeRecord = {}
         try:
-            batch = probe_batch(self._probe, device)
-            why = unsupported_forward_reason(self._model, batch)
+            batch = make_probe_batch(self._probe, device)
+            why = explain_unsupported_forward(self._model, batch)
             if why is None:
                 with preserving_module_state(self._model):
                     logits = select_probe_logits(compute_logits(self._model, batch))
@@ -310,7 +315,7 @@ class Recorder:
             measured.trouble = None
         if measured is not None and measured.grads:
             grads, updates = measured.grads, measured.updates
-            applied = root_of_squares(grads)
+            applied = compute_total_norm(grads)
             if total is None:
                 total = applied
             elif applied > 0:
@@ -326,7 +331,7 @@ class Recorder:
             step,
             value,
             total,
-            root_of_squares(updates) if updates else None,
+            compute_total_norm(updates) if updates else None,
             self._rates if learning_rates is None else [float(r) for r in learning_rates],
             tokens=count,
             seconds=seconds,
@@ -351,14 +356,16 @@ class Recorder:
         self.close()
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], how: dict[str, Any]) -> Any:
-        """Measure before the step of the first optimizer, as a hook of each; a closure is wrapped, so that gradients
-        are measured after it.
+        """Measure parameters and gradients before the step of the first optimizer; a hook of each optimizer.
+
+        A closure is wrapped, so that gradients are measured after it.
 
         Args:
-            args, how: positional and keyword arguments of the optimizer's step().
+            optimizer: the optimizer that begins its step.
+            args, how: positional and keyword arguments of its step().
 
         Returns:
-            The new (args, how) with the wrapped closure, or None where they stay as they are.
+            The new (args, how) with the wrapped closure, or None if they are not changed.
         """
         if id(optimizer) in self._stepped:
             self._stepped = []  # an earlier step in which not all took part
@@ -399,10 +406,12 @@ class Recorder:
     def _gather_step(
         self, loss: Any, tokens: int | None, batch: Any
     ) -> tuple[float, int | None, dict[str, Any]] | None:
-        """Gather a step from all ranks: (loss, tokens, fields of a `Step` about the batch). A collective.
+        """Gather loss, tokens and batch of a step from all ranks. A collective.
 
-        None if a rank has no loss. The tokens are None where a rank did not give them; there are no fields where one
-        gave no batch, and no marks of rows where they are not recorded.
+        Returns:
+            (loss, tokens, fields of a `Step` about the batch); None if a rank has no loss. The tokens are None if a
+            rank gave none. The fields are {} if a rank gave no batch, and lack the marks of rows if these are not
+            recorded.
         """
         mine: float | None = None
         seen: BatchDigest | None = None
@@ -411,7 +420,7 @@ class Recorder:
         except Exception as e:
             self._record_lost("loss", f"loss={loss!r} is not a number ({type(e).__name__}: {e})")
         try:
-            seen = None if batch is None else _digest_given(batch)
+            seen = None if batch is None else _digest_given_batch(batch)
         except Exception as e:
             self._record_lost(
                 "batch", f"batch, a {type(batch).__name__}, is not rows of token ids ({type(e).__name__}: {e})"
@@ -425,7 +434,7 @@ class Recorder:
         value = sum(w * x for w, x in zip(weights, losses, strict=True) if w) / sum(weights)
         if len(set(losses)) == 1:
             value = losses[0]  # already the global one; no rounding of ours
-        fields = {} if None in digests else describe_batch(digests)
+        fields = {} if None in digests else make_batch_fields(digests)
         if not self._rows:
             fields.pop("rows", None)
         return value, sum(counts) if known else None, fields
@@ -447,9 +456,9 @@ class Recorder:
     def _write_record(self, kind: str, **record: Any) -> None:
         """Append a record to the file, on rank 0 only; a failure is a warning. `kind` is "start", "state", "step" or
         "lost"."""
-        if _rank() == 0:
+        if _get_rank() == 0:
             try:
-                _append(self._path, record_line(kind, **record))
+                _append_text(self._path, format_record_line(kind, **record))
             except (OSError, TypeError, ValueError) as e:
                 _warn(f"{os.fspath(self._path)} could not be written, and a line is lost: {e}")
 
@@ -464,7 +473,7 @@ def _warn(text: str) -> None:
         print(f"ckpttool.Recorder: {printable(text)}", file=sys.stderr)  # noqa: T201
 
 
-def _append(path: str | os.PathLike[str], text: str) -> None:
+def _append_text(path: str | os.PathLike[str], text: str) -> None:
     """Append a text to a file.
 
     Raises:
@@ -499,8 +508,8 @@ def _parse_probe_rows(probe: Any) -> dict[str, list[list[int]]]:
     return out
 
 
-def _cut_half_line(path: str | os.PathLike[str]) -> None:
-    """Cut off the last line of a recording if a job was killed while writing it; a missing file is no error."""
+def _cut_incomplete_line(path: str | os.PathLike[str]) -> None:
+    """Cut off an incomplete last line of a recording, which a killed job leaves; a missing file is no error."""
     if not os.path.isfile(path):
         return
     with open(path, "rb+") as f:
@@ -516,28 +525,27 @@ def _unwrap_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def _digest_given(batch: Any) -> BatchDigest:
-    """Compute the digest of what `Recorder.step` got as its batch: a dict of tensors, a tensor or array of token ids,
-    or a list of either.
+def _digest_given_batch(batch: Any) -> BatchDigest:
+    """Compute the digest of the `batch` that `Recorder.step` got: a dict of tensors, token ids, or a list of either.
 
     Raises:
         ValueError, TypeError: it is something else.
     """
     if isinstance(batch, (list, tuple)):
-        return add_digests([_digest_given(part) for part in batch])
+        return add_digests([_digest_given_batch(part) for part in batch])
     if not isinstance(batch, Mapping) and not getattr(batch, "ndim", 0):
         raise TypeError("neither a tensor nor a dict of tensors")
     return digest_batch(batch if isinstance(batch, Mapping) else {"input_ids": batch})
 
 
-def _world_size() -> int:
+def _get_world_size() -> int:
     """Return the number of ranks; 1 without torch.distributed."""
     import torch.distributed as dist
 
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def _rank() -> int:
+def _get_rank() -> int:
     """Return the number of this rank; 0 without torch.distributed."""
     import torch.distributed as dist
 

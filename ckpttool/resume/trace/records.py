@@ -35,8 +35,8 @@ class EnvironmentRecord(TypedDict, total=False):
     forward pass draws random numbers: "restored" from the checkpoint, or "seeded". `rng_restored` is whether the
     checkpoint had generators for as many ranks. `copies_differ` are tensors whose copies on several ranks differ,
     `rounded` those that the job holds less precisely than the files. `as_stored` and `not_rounded` are set by
-    `differences.in_stored_dtypes`. `own_loading` are functions of the job that torch calls as it loads a state dict,
-    and `ckpttool.load` does not (`live_facts.list_own_loading`).
+    `differences.with_stored_dtypes`. `own_loading` are functions of the job that torch calls as it loads a state dict,
+    and `ckpttool.load` does not (`live_facts.list_own_load_functions`).
     """
 
     ckpttool: str
@@ -102,7 +102,7 @@ class RoundTripRecord(TypedDict, total=False):
 
 
 class MisfitRecord(TypedDict):
-    """How the names and shapes of checkpoint and job differ, see `misfit.compare_names`."""
+    """How the names and shapes of checkpoint and job differ, see `misfit.compare_names_and_shapes`."""
 
     missing: list[str]
     surplus: list[str]

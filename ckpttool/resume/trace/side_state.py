@@ -21,7 +21,7 @@ from ...errors import Unsupported
 from ...formats.pickles import Global, Opaque
 from ...formats.stored_tensors import Inline, flatten_tree
 from ...index.checkpoint import Path, joined
-from ...index.names import canonical
+from ...index.names import make_canonical_state
 from ...live.plain_values import to_plain
 
 __all__ = [
@@ -30,8 +30,8 @@ __all__ = [
     "SideState",
     "collect_side_state",
     "flatten_side_state",
-    "mark_array",
-    "mark_object",
+    "make_array_mark",
+    "make_object_mark",
 ]
 
 #: (dtype, shape, fingerprint)
@@ -51,9 +51,9 @@ class SideState(NamedTuple):
 
 
 def collect_side_state(leaves: Mapping[Path, object]) -> SideState:
-    """Take the leaves of a tree apart into plain values, marks (dtype, shape, fingerprint) and live DTensors.
+    """Sort the leaves of a tree into plain values, marks (dtype, shape, fingerprint) and live DTensors.
 
-    `leaves` is {path: object}: objects of a job, or what a checkpoint holds.
+    `leaves` is {path: object}, with objects of a job, or what a checkpoint holds. Containers are flattened.
     """
     out = SideState({}, {}, {})
     for path, x in leaves.items():
@@ -69,16 +69,16 @@ def flatten_side_state(tree: Mapping[str, object]) -> dict[Path, object]:
     """
     weight = object()  # a tree without a model would be taken for a model
     leaves = {("model", "w"): weight, **flatten_tree(dict(tree))}
-    found = canonical(leaves, lambda x: (1,) if x is weight or hasattr(x, "element_size") else None).leaves
+    found = make_canonical_state(leaves, lambda x: (1,) if x is weight or hasattr(x, "element_size") else None).leaves
     return {path: x for path, x in found.items() if x is not weight}
 
 
-def mark_array(x: Any) -> Mark:
+def make_array_mark(x: Any) -> Mark:
     """Return (dtype, shape, fingerprint in hex) of a tensor that is not sharded, or of a numpy array of numbers.
 
     Raises:
-        TypeError, KeyError, RuntimeError, NotImplementedError, ValueError: its elements cannot be seen as integers:
-            sparse, quantised, strings.
+        TypeError, KeyError, RuntimeError, NotImplementedError, ValueError: its elements cannot be viewed as integers,
+            because it is sparse, quantised or of strings.
     """
     import numpy as np
     import torch
@@ -98,8 +98,8 @@ def mark_array(x: Any) -> Mark:
     return str(x.dtype).removeprefix("torch."), tuple(x.shape), f"{fingerprint_flat(data, 0):016x}"
 
 
-def mark_object(cls: str) -> Mark:
-    """Return the mark of an object that is not built and cannot be compared; `cls` is "module.Class"."""
+def make_object_mark(cls: str) -> Mark:
+    """Return the mark of an object that ckpttool does not build and cannot compare; `cls` is "module.Class"."""
     return OBJECT, (), cls
 
 
@@ -115,7 +115,9 @@ def _add_leaf(path: Path, x: Any, out: SideState) -> None:
             x = to_plain(x, name)
         except Unsupported:
             cls = x.cls if isinstance(x, Opaque) else x
-            out.others[name] = mark_object(f"{cls.module}.{cls.name}" if isinstance(cls, Global) else type(x).__name__)
+            out.others[name] = make_object_mark(
+                f"{cls.module}.{cls.name}" if isinstance(cls, Global) else type(x).__name__
+            )
             return
     if isinstance(x, np.generic):
         x = x.item()
@@ -125,11 +127,11 @@ def _add_leaf(path: Path, x: Any, out: SideState) -> None:
         out.sharded[name] = x
     elif isinstance(x, (torch.Tensor, np.ndarray)):
         try:
-            out.others[name] = mark_array(x)
+            out.others[name] = make_array_mark(x)
         except (TypeError, KeyError, RuntimeError, NotImplementedError, ValueError):  # sparse, quantised, of strings
-            out.others[name] = mark_object(f"{type(x).__module__}.{type(x).__name__}")
+            out.others[name] = make_object_mark(f"{type(x).__module__}.{type(x).__name__}")
     elif isinstance(x, (bytes, bytearray)):
-        out.others[name] = ("bytes", (len(x),), _short_hash(bytes(x)))
+        out.others[name] = ("bytes", (len(x),), _hash_bytes(bytes(x)))
     elif isinstance(x, dict):
         _add_container(path, {str(k): v for k, v in x.items()}, out)
     elif type(x) in (list, tuple, torch.Size):
@@ -142,14 +144,14 @@ def _add_leaf(path: Path, x: Any, out: SideState) -> None:
             out.others[name] = (
                 "list",
                 (len(items),),
-                _short_hash(json.dumps([_spell_scalar(v) for v in items]).encode()),
+                _hash_bytes(json.dumps([_spell_scalar(v) for v in items]).encode()),
             )
     elif type(x) in (set, frozenset):
         _add_leaf(path, sorted(x, key=repr), out)
     elif isinstance(x, (torch.dtype, torch.device, complex)):
         out.values[name] = str(x)
     else:
-        out.others[name] = mark_object(f"{type(x).__module__}.{type(x).__qualname__}")
+        out.others[name] = make_object_mark(f"{type(x).__module__}.{type(x).__qualname__}")
 
 
 def _add_container(path: Path, items: Mapping[str, object], out: SideState) -> None:
@@ -166,10 +168,11 @@ def _add_container(path: Path, items: Mapping[str, object], out: SideState) -> N
     objects = {n: f"<{cls}>" for n, (kind, _, cls) in inner.others.items() if kind == OBJECT}
     others = {n: m for n, m in inner.others.items() if n not in objects}
     text = json.dumps([inner.values | objects, others], sort_keys=True)
-    out.others[joined(path)] = ("tree", (len(items),), _short_hash(text.encode()))
+    out.others[joined(path)] = ("tree", (len(items),), _hash_bytes(text.encode()))
 
 
 def _is_scalar(x: object) -> bool:
+    """Tell whether a value is None, a bool, an int, a float or a str."""
     return x is None or type(x) in (bool, int, float, str)
 
 
@@ -180,7 +183,7 @@ def _spell_scalar(x: object) -> object:
     return x
 
 
-def _short_hash(data: bytes) -> str:
+def _hash_bytes(data: bytes) -> str:
     """Return the first 16 hex digits of the BLAKE3 of some bytes."""
     from blake3 import blake3
 

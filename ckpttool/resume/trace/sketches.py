@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 from ...index.boxes import box_is_flat, flat_start
 from ...live.collectives import gather_objects
-from .fingerprint import can_fingerprint, counts_on_this_rank, local_shard, shard_offset, sum_over_ranks
+from .fingerprint import can_fingerprint, find_shard_offset, get_local_shard, is_counted_on_this_rank, sum_over_ranks
 
 if TYPE_CHECKING:
     from numpy import ndarray
     from torch import Tensor, device
 
-__all__ = ["WIDE", "decode_sketches", "encode_sketches", "sketch_distance", "sketch_shard", "sketch_tensors"]
+__all__ = ["WIDE", "decode_sketches", "encode_sketches", "estimate_sketch_distance", "sketch_shard", "sketch_tensors"]
 
 #: Numbers of a sketch.
 WIDE = 16
@@ -38,9 +38,12 @@ _ROWS = 64  # rows that are multiplied at once
 
 
 @lru_cache(maxsize=2)
-def _sign_tables(on: device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return three tables of signs (_ROW, WIDE) in float64. The sign of element i is the product of row i % _ROW of the
-    first, row i // _ROW % _ROW of the second and row i // _ROW // _ROW of the third."""
+def _make_sign_tables(on: device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return three tables of random signs, each (_ROW, WIDE) in float64.
+
+    The sign of element i is the product of row i % _ROW of the first, row i // _ROW % _ROW of the second and row
+    i // _ROW // _ROW of the third table.
+    """
     import numpy as np
     import torch
 
@@ -55,7 +58,7 @@ def _sketch_flat(x: Tensor, first: int) -> Tensor:
     tensor."""
     import torch
 
-    of_element, of_row, of_block = _sign_tables(x.device)
+    of_element, of_row, of_block = _make_sign_tables(x.device)
     out = torch.zeros(WIDE, dtype=torch.float64, device=x.device)
     at, end = 0, x.numel()
     while at < end:
@@ -71,15 +74,15 @@ def _sketch_flat(x: Tensor, first: int) -> Tensor:
 
 
 def _sketch_box(x: Tensor, offset: Sequence[int], shape: Sequence[int], first: int) -> Tensor:
-    """Return what a box of a tensor adds to its sketch (WIDE,).
+    """Return the contribution (WIDE,) of a box of a tensor to that tensor's sketch.
 
-    A box that is not one range of the flattened tensor is filled up with zeros to such ranges, a few rows at a time.
+    A box that is not one range of the flattened tensor is padded with zeros to such ranges, a few rows at a time.
 
     Args:
         x: the box, not empty.
         offset: index of its first element in the tensor, by dimension.
         shape: of the tensor.
-        first: flat index of the tensor's own first element in the whole of which it is a part.
+        first: flat index of the tensor's first element in the larger tensor that it is a part of; 0 if there is none.
     """
     import torch
 
@@ -106,25 +109,28 @@ def sketch_shard(held: Tensor, tensor: Any) -> list[float]:
 
     if not held.numel():
         return [0.0] * WIDE
-    offset, shape = tuple(shard_offset(tensor)), tuple(tensor.shape)
+    offset, shape = tuple(find_shard_offset(tensor)), tuple(tensor.shape)
     if held.is_complex():
         held, offset, shape = torch.view_as_real(held), (*offset, 0), (*shape, 2)
     return [float(v) for v in _sketch_box(held, offset, shape, 0).tolist()]
 
 
 def sketch_tensors(tensors: Mapping[str, Any], on: device | str) -> tuple[dict[str, str], list[str]]:
-    """Sketch live tensors: ({name: the sketch of its owners, encoded}, names of plain tensors whose copies on several
-    ranks differ). A collective.
+    """Sketch live tensors. A collective.
 
     Tensors of which no fingerprint can be taken are left out.
 
     Args:
         tensors: {name: tensor}, the same names in the same order on every rank.
         on: device of the tensor that is sent, as the process group needs it.
+
+    Returns:
+        ({name: encoded sketch}, names of the plain tensors whose copies differ between ranks). A sketch is that of the
+        copies on the ranks that count.
     """
     tensors = {n: t for n, t in tensors.items() if can_fingerprint(t)}
-    mine = {n: sketch_shard(local_shard(t), t) for n, t in tensors.items()}
-    owners = {n for n, t in tensors.items() if counts_on_this_rank(t)}
+    mine = {n: sketch_shard(get_local_shard(t), t) for n, t in tensors.items()}
+    owners = {n for n, t in tensors.items() if is_counted_on_this_rank(t)}
     owned = [v if n in owners else 0.0 for n in tensors for v in mine[n]]
     total = sum_over_ranks(owned, integers=False, device=on)
     out = {n: encode_sketches([total[k * WIDE : (k + 1) * WIDE]], "f8") for k, n in enumerate(tensors)}
@@ -153,7 +159,7 @@ def decode_sketches(text: str | None, count: int, kind: str = "f4") -> ndarray[A
     return flat.reshape(count, WIDE) if count and flat.size == count * WIDE else None
 
 
-def sketch_distance(a: Any, b: Any) -> float:
+def estimate_sketch_distance(a: Any, b: Any) -> float:
     """Estimate the L2 norm of the difference of two tensors from their sketches, arrays (WIDE,)."""
     import numpy as np
 

@@ -20,25 +20,33 @@ from typing import Any
 from .fingerprint import can_fingerprint
 from .live_facts import (
     as_float,
-    collective_device,
-    dtype_name,
+    choose_collective_device,
+    collect_named_state,
+    get_dtype_name,
     is_same_on_all_ranks,
-    named_state,
-    one_element_values,
-    optimizer_numbers,
-    plain_param_groups,
+    read_one_element_values,
+    read_optimizer_numbers,
+    to_plain_param_groups,
 )
 from .records import AfterRecord, ScheduleRecord
 from .sketches import sketch_tensors
 
-__all__ = ["copy_schedule", "needs_argument", "read_rates", "read_state_after", "sketch_buffers", "walk_schedule"]
+__all__ = [
+    "copy_scheduler",
+    "decode_rates",
+    "needs_step_argument",
+    "read_state_after",
+    "sketch_buffers",
+    "step_scheduler_ahead",
+]
 
 #: How many steps a scheduler is stepped ahead.
 _AHEAD = 1000
 
 
-def _named_buffers(model: Any) -> dict[str, Any]:
-    """Return {canonical name: buffer} of a model, with those that no checkpoint holds, except on the meta device."""
+def _collect_named_buffers(model: Any) -> dict[str, Any]:
+    """Return {canonical name: buffer} of a model, including those that no checkpoint holds, except on the meta
+    device."""
     from ...index.fqns import strip_wrappers
 
     found = {n: b for n, b in model.named_buffers() if b.device.type != "meta"}
@@ -48,26 +56,27 @@ def _named_buffers(model: Any) -> dict[str, Any]:
 
 def sketch_buffers(model: Any) -> dict[str, str]:
     """Return {canonical name: sketch} of the model's buffers. A collective."""
-    return sketch_tensors(_named_buffers(model), collective_device(model))[0]
+    return sketch_tensors(_collect_named_buffers(model), choose_collective_device(model))[0]
 
 
 def read_state_after(model: Any, optimizer: Any, step: int) -> AfterRecord:
-    """Read what a job holds after a step: a sketch of every tensor, values, options. A collective.
+    """Read a job's state after a step: sketches of all tensors, scalars, param groups. A collective.
 
-    `optimizer` is None if the job has none.
+    {} if ranks hold different tensors. `optimizer` is None if the job has none.
     """
-    buffers = _named_buffers(model)
-    tensors = {n: t for n, t in {**named_state(model, optimizer), **buffers}.items() if can_fingerprint(t)}
+    buffers = _collect_named_buffers(model)
+    tensors = {n: t for n, t in {**collect_named_state(model, optimizer), **buffers}.items() if can_fingerprint(t)}
     if not is_same_on_all_ranks(list(tensors)):
         return {}
-    sketches, apart = sketch_tensors(tensors, collective_device(model))
+    sketches, apart = sketch_tensors(tensors, choose_collective_device(model))
     return {
         "step": step,
-        "sketches": {n: (dtype_name(t), sketches[n]) for n, t in tensors.items()},
+        "sketches": {n: (get_dtype_name(t), sketches[n]) for n, t in tensors.items()},
         "buffers": [n for n in buffers if n in tensors],
         "apart": apart,
-        "scalars": one_element_values(tensors) | ({} if optimizer is None else optimizer_numbers(model, optimizer)),
-        "groups": [] if optimizer is None else plain_param_groups(model, optimizer),
+        "scalars": read_one_element_values(tensors)
+        | ({} if optimizer is None else read_optimizer_numbers(model, optimizer)),
+        "groups": [] if optimizer is None else to_plain_param_groups(model, optimizer),
     }
 
 
@@ -88,35 +97,38 @@ class _Follower:
         """Do nothing."""
 
 
-def needs_argument(scheduler: Any) -> bool:
+def needs_step_argument(scheduler: Any) -> bool:
     """Tell whether a scheduler's step() requires an argument: a metric, as ReduceLROnPlateau's does, or an epoch."""
     needed = inspect.signature(scheduler.step).parameters.values()
     return any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed)
 
 
-def copy_schedule(scheduler: Any, model: Any, optimizer: Any) -> tuple[Any, list[dict[str, Any]]] | str:
-    """Copy a scheduler so that its steps change nothing in the training: (the copy, its param groups), or why not.
+def copy_scheduler(scheduler: Any, model: Any, optimizer: Any) -> tuple[Any, list[dict[str, Any]]] | str:
+    """Copy a scheduler so that stepping the copy does not affect the training: (copy, its param groups), or a text why
+    not.
 
-    Only schedulers of torch itself are copied, since others may hold anything; functions that they hold are shared.
+    Only schedulers of torch itself are copied, since others may hold any object; functions that they hold are shared.
     """
     if not type(scheduler).__module__.startswith("torch.optim."):
         return f"{type(scheduler).__name__} is no scheduler of torch, so no copy of it was stepped ahead"
-    if needs_argument(scheduler):
+    if needs_step_argument(scheduler):
         return f"{type(scheduler).__name__} needs a metric for a step, so it was not stepped ahead"
     follower = _Follower(optimizer)
     memo: dict[int, Any] = {id(optimizer): follower, id(model): model}
     return deepcopy(scheduler, memo), follower.param_groups
 
 
-def walk_schedule(
+def step_scheduler_ahead(
     scheduler: Any, groups: Sequence[Mapping[str, Any]], step: int, tick: Callable[[], None] = lambda: None
 ) -> ScheduleRecord:
-    """Step a scheduler ahead, and return the learning rates of the param groups `groups` on the way.
+    """Step a scheduler up to 1,000 steps ahead, and record the learning rates of its param groups.
 
-    The rates of a scheduler that stops, as OneCycleLR does after its last step, are those until there.
+    If the scheduler raises an error, as OneCycleLR does after its last step, the rates end there.
 
     Args:
-        step: the number of optimizer steps that were taken.
+        scheduler: the scheduler, which is changed.
+        groups: the param groups that it sets.
+        step: number of optimizer steps that were taken.
         tick: called after every step.
     """
     every: list[list[float]] = []
@@ -130,21 +142,21 @@ def walk_schedule(
                 tick()
         except (Exception, SystemExit) as e:
             stopped = f"{type(e).__name__}: {' '.join(str(e).split())}"
-    curves = [_pack(column) for column in zip(*every, strict=True)]
+    curves = [_encode_rates(column) for column in zip(*every, strict=True)]
     distinct = list(dict.fromkeys(curves))
     out: ScheduleRecord = {"first": step + 1, "curves": distinct, "groups": [distinct.index(c) for c in curves]}
     return out if stopped is None else {**out, "stopped": stopped}
 
 
-def _pack(rates: Sequence[float]) -> str:
-    """Return numbers as base64 of compressed float64."""
+def _encode_rates(rates: Sequence[float]) -> str:
+    """Return learning rates as base64 of zlib-compressed float64."""
     import numpy as np
 
     return base64.b64encode(zlib.compress(np.asarray(rates, "<f8").tobytes())).decode()
 
 
-def read_rates(record: ScheduleRecord) -> list[list[float]]:
-    """Return the rates of each param group, one for each step from `first` on; [] if the record has none.
+def decode_rates(record: ScheduleRecord) -> list[list[float]]:
+    """Return the learning rates of each param group, one for each step from `first` on; [] if the record has none.
 
     Raises:
         ValueError: the record is damaged.

@@ -6,7 +6,7 @@ from ckpttool.index.checkpoint import Checkpoint
 from ckpttool.layouts import ReadOptions
 from ckpttool.storage.source import Source
 
-from ..keys import BUCKETS, model_file, replace_unnamed_optimizer
+from ..keys import BUCKETS, find_model_file, replace_unnamed_optimizer
 
 __all__ = ["RankFolders"]
 
@@ -22,27 +22,30 @@ class RankFolders:
     def find(cls, source: Source) -> RankFolders | None:
         """Find a file of a model-parallel rank in the folders below a source; None where there is none."""
         for folder in source.list():
-            if name := model_file(source, folder):
+            if name := find_model_file(source, folder):
                 return cls(f"{folder}/{name}")
         return None
 
     def read(self, source: Source, options: ReadOptions) -> Checkpoint:
-        """Return the index of all ranks' files. What the optimizer holds has no names of parameters yet; it is left out
-        where `options.only` has neither "optim" nor "extra".
+        """Return the index of all ranks' files. The optimizer's state has no names of parameters yet.
+
+        That state is left out if `options.only` has neither "optim" nor "extra".
 
         Raises:
             Corrupt: ranks are missing, or their files are from different saves.
-            Unsupported: names and arguments do not tell how a parameter is cut, or the optimizer has an unknown form.
+            Unsupported: names and arguments do not determine how a parameter is cut, or the optimizer has an unknown
+                form.
         """
-        from .optimizer import raw_optimizer_tensors
-        from .ranks import checkpoint_of_ranks, read_ranks
+        from .optimizer import read_raw_optimizer
+        from .ranks import build_ranked_checkpoint, read_ranks
 
         optimizer = options.only is None or bool(options.only & {"optim", "extra"})
         ranks = read_ranks(source, optimizer)
-        return checkpoint_of_ranks(ranks, raw_optimizer_tensors(ranks) if optimizer else {})
+        return build_ranked_checkpoint(ranks, read_raw_optimizer(ranks) if optimizer else {})
 
     def locate(self, ckpt: Checkpoint, source: Source) -> Checkpoint:
-        """Compare the copies that several ranks have, name what the optimizer holds, and return the index.
+        """Compare the copies that several ranks hold, find the parameters of the optimizer's state, and return the
+        index with both.
 
         Raises:
             Corrupt: ranks are at different steps, or one lacks its part of a parameter.

@@ -12,15 +12,17 @@ from ckpttool.errors import Corrupt, Unsupported
 from ..keys import RANK
 from .sharding import Geometry
 
-__all__ = ["RankNumbers", "geometry_of", "parse_rank_folder", "refuse_exchanged", "refuse_missing_ranks"]
+__all__ = ["RankNumbers", "parse_rank_folder", "read_geometry", "refuse_exchanged_folders", "refuse_missing_ranks"]
 
 #: (tensor-, pipeline-, expert-parallel rank)
 RankNumbers = tuple[int, int, int]
 
 
-def geometry_of(args: Mapping[str, Any]) -> Geometry:
-    """Read the parallel sizes from the arguments of a job; 1 where they say none, and experts are cut as all else
-    is."""
+def read_geometry(args: Mapping[str, Any]) -> Geometry:
+    """Return the parallel sizes that the arguments of a job state; a missing one is 1.
+
+    Where the tensor-parallel size of experts is missing, it is that of the rest of the model.
+    """
 
     def size(key: str, otherwise: int) -> int:
         """Return the argument `key` if it is a positive number, else `otherwise`."""
@@ -38,9 +40,10 @@ def geometry_of(args: Mapping[str, Any]) -> Geometry:
 
 
 def parse_rank_folder(folder: str, geometry: Geometry, root: str) -> RankNumbers:
-    """Parse the name mp_rank_TT[_PPP][_EEE] of a folder below `root` into (tensor-, pipeline-, expert-parallel rank).
-    The pipeline rank is there only in a job with several stages, the expert rank only in one with several
-    expert-parallel ranks.
+    """Parse the name mp_rank_TT[_PPP][_EEE] of a folder into (tensor-, pipeline-, expert-parallel rank).
+
+    The name has a pipeline rank only if the job has several stages, and an expert rank only if it has several
+    expert-parallel ranks. `root` is the path of the checkpoint, for errors.
 
     Raises:
         Corrupt: the job has no such rank.
@@ -69,11 +72,16 @@ def _describe_sizes(geometry: Geometry) -> str:
 
 
 def refuse_missing_ranks(folders: Mapping[str, RankNumbers], geometry: Geometry, root: str) -> None:
-    """Refuse folders below `root` that are not those of all ranks of the job.
+    """Refuse folders that are not exactly those of all ranks of the job.
+
+    Args:
+        folders: {folder: its tensor-, pipeline- and expert-parallel rank}.
+        geometry: the parallel sizes of the job.
+        root: the path of the checkpoint, for errors.
 
     Raises:
-        Corrupt: two folders are of one rank, or some are missing, with their names.
-        Unsupported: experts are cut so that names of folders do not tell which part one has.
+        Corrupt: two folders belong to one rank, or some are missing; the error names these.
+        Unsupported: experts are cut so that the names of the folders do not determine the part that each has.
     """
     have = set(folders.values())
     if len(have) != len(folders):
@@ -90,7 +98,7 @@ def refuse_missing_ranks(folders: Mapping[str, RankNumbers], geometry: Geometry,
     tensor, pipeline, expert = geometry[:3]
     if lost := pipeline * tensor * expert - len(have):
         every = ((t, p, e) for p in range(pipeline) for t in range(tensor) for e in range(expert))
-        some = [_folder_name(*rank, geometry) for rank in islice((r for r in every if r not in have), 8)]
+        some = [_make_folder_name(*rank, geometry) for rank in islice((r for r in every if r not in have), 8)]
         shown = ", ".join(some) + (f" and {lost - len(some)} more" if lost > len(some) else "")
         raise Corrupt(
             f"{root}: a job of {_describe_sizes(geometry)} wrote it, and {lost} of its folders are missing: {shown}. "
@@ -99,14 +107,14 @@ def refuse_missing_ranks(folders: Mapping[str, RankNumbers], geometry: Geometry,
         )
 
 
-def refuse_exchanged(
+def refuse_exchanged_folders(
     folders: Mapping[str, RankNumbers], arguments: Mapping[str, Any], geometry: Geometry, root: str
 ) -> None:
-    """Refuse folders that are not in the order of the ranks in their arguments, which grow along every parallel
+    """Refuse folders whose order is not that of the ranks in their arguments, which grow along every parallel
     dimension.
 
-    Nothing is refused where all folders state the same rank, since a tool then wrote them from one process, or where
-    some state none.
+    Nothing is refused if all folders state the same rank, since a tool then wrote them from one process, or if some
+    state none.
 
     Args:
         folders: {folder: its tensor-, pipeline- and expert-parallel rank}.
@@ -115,7 +123,7 @@ def refuse_exchanged(
         root: the path of the checkpoint, for errors.
 
     Raises:
-        Corrupt: folders were exchanged or copied over others; with their names.
+        Corrupt: folders were exchanged or copied over others; the error names these.
     """
     wrote = {f: a["rank"] for f, a in arguments.items() if isinstance(a, dict) and type(a.get("rank")) is int}
     if len(wrote) < len(folders) or len(set(wrote.values())) == 1:
@@ -145,7 +153,7 @@ def refuse_exchanged(
                 )
 
 
-def _folder_name(t: int, p: int, e: int, geometry: Geometry) -> str:
+def _make_folder_name(t: int, p: int, e: int, geometry: Geometry) -> str:
     """Return the name of the folder of the tensor-parallel rank `t`, pipeline rank `p` and expert-parallel rank `e`."""
     name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if geometry.pipeline > 1 else "")
     return name + (f"_{e:03d}" if geometry.expert > 1 else "")

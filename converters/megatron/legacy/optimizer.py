@@ -26,7 +26,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.engine.copy.tensor_digests import announce_proof, proof_digests
+from ckpttool.engine.copy.tensor_digests import announce_proof_bytes, proof_digests
 from ckpttool.errors import Corrupt, Unsupported, argument
 from ckpttool.formats.pickles import Global, short
 from ckpttool.formats.stored_tensors import StoredTensor
@@ -34,11 +34,11 @@ from ckpttool.index import boxes
 from ckpttool.index.checkpoint import Checkpoint, Chunks, Leaves, Path, TensorEntry, joined
 
 from ...rank_files import compute_crc
-from ..buckets import ALIGNED, Bucket, Segment, entries_of_parameters, slice_flat
-from ..keys import BUCKETS, MASTERS, MODEL_OF_2023, group_members
-from .ranks import OPTIMIZER_FILE, Parameter, RankedSave, RankFile, chained_optimizers
+from ..buckets import ALIGNED, Bucket, Segment, build_parameter_entries, slice_flat
+from ..keys import BUCKETS, MASTERS, MODEL_OF_2023, assign_group_members
+from .ranks import OPTIMIZER_FILE, Parameter, RankedSave, RankFile, list_chained_optimizers
 
-__all__ = ["raw_optimizer_tensors", "resolve_optimizer_names"]
+__all__ = ["read_raw_optimizer", "resolve_optimizer_names"]
 
 _SLOTS = ("param", "exp_avg", "exp_avg_sq")
 _HALF = ("bfloat16", "float16")
@@ -62,18 +62,19 @@ class _State(NamedTuple):
     step: object
 
 
-def raw_optimizer_tensors(ranks: RankedSave) -> dict[Path, TensorEntry]:
-    """Return {path: tensor} of all that the optimizer holds, before anything tells which parameter each one is of. In
-    place of a parameter the paths have the folder of the rank and a number.
+def read_raw_optimizer(ranks: RankedSave) -> dict[Path, TensorEntry]:
+    """Return {path: tensor} of the whole optimizer state, before its parameters are determined.
+
+    Instead of a parameter's name, a path has the folder of the rank and a number.
 
     Raises:
-        Corrupt: a part of it is missing.
+        Corrupt: a part of the state is missing.
         Unsupported: it has a form that no known version of Megatron-Core wrote.
     """
     _refuse_missing_optimizer(ranks)
     out: dict[Path, TensorEntry] = {}
     for r in ranks.ranks:
-        for bucket in [b.bucket for b in _buffers(ranks, r)] + [s.bucket for s in _numbered_states(ranks, r)]:
+        for bucket in [b.bucket for b in _buffers(ranks, r)] + [s.bucket for s in _read_numbered_states(ranks, r)]:
             for slot, t in bucket.slots.items():
                 path = (*(("extra", "master") if slot in MASTERS else ("optim",)), BUCKETS, bucket.name, slot)
                 out[path] = replace(t, path=path)
@@ -81,15 +82,21 @@ def raw_optimizer_tensors(ranks: RankedSave) -> dict[Path, TensorEntry]:
 
 
 def resolve_optimizer_names(ranks: RankedSave, ckpt: Checkpoint) -> tuple[Leaves, list[str]]:
-    """Prove which parameter each part of the optimizer is of; return ({canonical path: tensor, or number of a step} of
-    the whole optimizer, notes for the user).
+    """Prove to which parameter each part of the optimizer state belongs.
+
+    Args:
+        ranks: the files of all ranks.
+        ckpt: the checkpoint to which the tensors belong.
+
+    Returns:
+        ({canonical path: tensor, or number for a step} of the whole optimizer, notes for the user).
 
     Raises:
         Corrupt: ranks are at different steps, or one lacks its part of a parameter.
-        Unsupported: nothing proves of which parameter something is, with its name.
+        Unsupported: nothing proves to which parameter a part belongs; the error names the part.
     """
     source, notes = ranks.files.source, list[str]()
-    parts = [(r, list(_buffers(ranks, r)), list(_numbered_states(ranks, r))) for r in ranks.ranks]
+    parts = [(r, list(_buffers(ranks, r)), list(_read_numbered_states(ranks, r))) for r in ranks.ranks]
     weights = _digest_weights(ranks, parts, ckpt)
 
     # choose the parameter of every segment, rank by rank
@@ -98,12 +105,16 @@ def resolve_optimizer_names(ranks: RankedSave, ckpt: Checkpoint) -> tuple[Leaves
     for r, buffers, states in parts:
         taken: set[str] = set()
         for buffer in buffers:
-            _find_parameters_in(buffer, r, weights, ranks, ckpt, taken)
+            _find_buffer_parameters(buffer, r, weights, ranks, ckpt, taken)
             found.append(buffer.bucket)
         if not states:
             continue
         by_value = "param" in states[0].bucket.slots
-        members = _match_by_value(states, r, weights, ranks, ckpt) if by_value else _match_by_rule(states, r, ranks)
+        members = (
+            _match_states_by_value(states, r, weights, ranks, ckpt)
+            if by_value
+            else _match_states_by_rule(states, r, ranks)
+        )
         for state, p in zip(states, members, strict=True):
             state.bucket.segments = [Segment(0, prod(state.shape), [p.local], p.local)]
             found.append(state.bucket)
@@ -112,7 +123,7 @@ def resolve_optimizer_names(ranks: RankedSave, ckpt: Checkpoint) -> tuple[Leaves
 
     # put the segments of all ranks together
     whole = {name: TensorEntry("float32", shape, (), Chunks(len(shape))) for name, shape in ranks.shapes.items()}
-    out: Leaves = dict(entries_of_parameters(found, whole, source, ckpt, notes))
+    out: Leaves = dict(build_parameter_entries(found, whole, source, ckpt, notes))
     for path, t in out.items():
         if (why := boxes.find_cover_problem(t.shape, t.chunks.boxes())) is not None:
             raise Corrupt(
@@ -139,25 +150,32 @@ def resolve_optimizer_names(ranks: RankedSave, ckpt: Checkpoint) -> tuple[Leaves
 def _digest_weights(
     ranks: RankedSave, parts: list[tuple[RankFile, list[_Buffer], list[_State]]], ckpt: Checkpoint
 ) -> dict[str, str]:
-    """Return {key of a rank's parameter (`_parameter_key`): digest of its weight} for all ranks, and announce how many
-    bytes the whole proof reads.
+    """Return {key of a rank's parameter (`_make_parameter_key`): digest of its weight} for all ranks, and announce how
+    many bytes the whole proof reads.
 
     Args:
         ranks: the files of all ranks.
         parts: (rank, its buffers, its states of single parameters) for each rank.
         ckpt: the checkpoint that the tensors are of.
     """
-    jobs = {_parameter_key(r, p): p.entry for r in ranks.ranks for p in r.parameters}
+    jobs = {_make_parameter_key(r, p): p.entry for r in ranks.ranks for p in r.parameters}
     copies = sum(b.bucket.param.nbytes for _, buffers, _ in parts for b in buffers)
     copies += sum(
         len(_HALF) * s.bucket.param.nbytes for _, _, states in parts for s in states if "param" in s.bucket.slots
     )
-    announce_proof(sum(t.nbytes for t in jobs.values()) + copies)
+    announce_proof_bytes(sum(t.nbytes for t in jobs.values()) + copies)
     return proof_digests(jobs, ckpt, ranks.files.source)
 
 
 def _add_step(steps: dict[str, Any], name: str, state: _State, r: RankFile, ranks: RankedSave) -> None:
-    """Add the step of the parameter `name` to `steps` if no rank before has added it; a `state` without step adds none.
+    """Add the step of the parameter `name` to `steps`, unless another rank's step is there already or `state` has none.
+
+    Args:
+        steps: {parameter: step}.
+        name: the name of the parameter.
+        state: its state on this rank.
+        r: the rank.
+        ranks: the files of all ranks.
 
     Raises:
         Corrupt: another rank has another step.
@@ -165,7 +183,7 @@ def _add_step(steps: dict[str, Any], name: str, state: _State, r: RankFile, rank
     if state.step is None:
         return
     first = steps.setdefault(name, state.step)
-    if _step_identity(first, ranks) != _step_identity(state.step, ranks):
+    if _identify_step(first, ranks) != _identify_step(state.step, ranks):
         raise Corrupt(
             f'{ranks.files.path(r.number)}: "{name}" is at another step than on other ranks. The files are '
             "from different saves.",
@@ -174,35 +192,37 @@ def _add_step(steps: dict[str, Any], name: str, state: _State, r: RankFile, rank
 
 
 def _refuse_parameters_without_state(ranks: RankedSave, found: list[Bucket]) -> None:
-    """Refuse a parameter of a rank with distrib_optim.pt of which nothing was found in the optimizer.
+    """Refuse a save in which a rank has distrib_optim.pt, and no optimizer state was found for one of its parameters.
+
+    `found` is the buckets of all ranks, with the parameter of each segment chosen.
 
     Raises:
-        Unsupported: with the parameter.
+        Unsupported: the error names the parameter.
     """
     there = {segment.chosen for b in found for segment in b.segments}
     without = next((p for r in ranks.ranks if r.distributed for p in r.parameters if p.local not in there), None)
     if without is not None:
         raise Unsupported(
             f'{ranks.files.source.root}: no {OPTIMIZER_FILE} holds the state of "{without.local.weight}", and others '
-            f"hold that of their ranks. {_advice()}",
+            f"hold that of their ranks. {_advise_alternatives()}",
             code="CKPT0327",
         )
 
 
-def _step_identity(step: object, ranks: RankedSave) -> Any:
+def _identify_step(step: object, ranks: RankedSave) -> Any:
     """Return what tells two steps apart: a number; of a tensor its dtype, its shape, and its CRC32."""
     if not isinstance(step, TensorEntry):
         return step
     return step.dtype, step.shape, compute_crc(ranks.files, step) if step.numel else 0
 
 
-def _parameter_key(r: RankFile, p: Parameter) -> str:
-    """Return the key of a rank's parameter, which no other parameter of any rank has."""
+def _make_parameter_key(r: RankFile, p: Parameter) -> str:
+    """Return a key that no other parameter of any rank has: "<folder>:<chunk>:<name>"."""
     return f"{r.folder}:{p.chunk}:{p.name}"
 
 
-def _advice() -> str:
-    """Return the sentence at the end of an error that tells the user what else can be done."""
+def _advise_alternatives() -> str:
+    """Return the last sentence of an error, which advises the user on alternatives."""
     return (
         "Load it in Megatron-LM and save it as torch_dist, or convert the weights alone "
         f"({argument('only', ['model'])})."
@@ -210,10 +230,10 @@ def _advice() -> str:
 
 
 def _refuse_missing_optimizer(ranks: RankedSave) -> None:
-    """Refuse ranks whose optimizer is in other files than those that are read.
+    """Refuse ranks whose optimizer is in files that are missing, or of a kind that is not read.
 
     Raises:
-        Corrupt: a rank whose optimizer is DistributedOptimizer's has no distrib_optim.pt.
+        Corrupt: a rank with a DistributedOptimizer has no distrib_optim.pt.
         Unsupported: the optimizer is in files of data-parallel ranks.
     """
     source = ranks.files.source
@@ -224,11 +244,11 @@ def _refuse_missing_optimizer(ranks: RankedSave) -> None:
             name = f"{r.folder}/{layer_wise}" if layer_wise else f"{r.folder}_000/optim.pt"
             raise Unsupported(
                 f"{source.root}: the optimizer is in files of data-parallel ranks ({name}), each with a part that only "
-                f"the job that wrote it can place. {_advice()}",
+                f"the job that wrote it can place. {_advise_alternatives()}",
                 code="CKPT0327",
             )
     for r in ranks.ranks:
-        chain = chained_optimizers(r.tree, ranks.files.path(r.number))
+        chain = list_chained_optimizers(r.tree, ranks.files.path(r.number))
         if chain and r.distributed is None and not any("state" in inner for _, inner in chain):
             raise Corrupt(
                 f"{source.root}/{r.folder}: {OPTIMIZER_FILE}, which has the state of its optimizer, is missing. Fetch "
@@ -244,8 +264,8 @@ def _buffers(ranks: RankedSave, r: RankFile) -> Iterator[_Buffer]:
     """Yield the buffers in distrib_optim.pt of a rank; none if the rank has no such file.
 
     Raises:
-        Corrupt: one is not three flat tensors of equal lengths.
-        Unsupported: it is of a version that stored each bucket by itself, or has other slots.
+        Corrupt: a buffer is not three flat tensors of equal lengths.
+        Unsupported: the file is of a version that stored each bucket by itself, or a buffer has further slots.
     """
     if r.distributed is None:
         return
@@ -257,7 +277,7 @@ def _buffers(ranks: RankedSave, r: RankFile) -> Iterator[_Buffer]:
         if not isinstance(one, dict) or one.get("buckets_coalesced") is not True:
             raise Unsupported(
                 f"{what}: is not of the form that Megatron-Core has for DistributedOptimizer since its buckets are one "
-                f"buffer (buckets_coalesced). {_advice()}",
+                f"buffer (buckets_coalesced). {_advise_alternatives()}",
                 code="CKPT0327",
             )
         for i, of in one.items():
@@ -273,7 +293,7 @@ def _buffers(ranks: RankedSave, r: RankFile) -> Iterator[_Buffer]:
                 if others:
                     raise Unsupported(
                         f"{what}: its buffer {i} has {short(others)} besides {', '.join(_SLOTS)}, which only the job "
-                        f"that wrote it can place. {_advice()}",
+                        f"that wrote it can place. {_advise_alternatives()}",
                         code="CKPT0327",
                     )
                 if not isinstance(kind, Global) or len(tensors) != len(_SLOTS) or len({t.shape for t in tensors}) > 1:
@@ -285,28 +305,30 @@ def _buffers(ranks: RankedSave, r: RankFile) -> Iterator[_Buffer]:
                 yield _Buffer(Bucket(f"{r.folder}.chained_{k}.gbuf_idx_{i}.{kind.name}", r.folder, entry), kind.name)
 
 
-def _find_parameters_in(
+def _find_buffer_parameters(
     buffer: _Buffer, r: RankFile, weights: Mapping[str, str], ranks: RankedSave, ckpt: Checkpoint, taken: set[str]
 ) -> None:
-    """Find the parameters in a buffer of a rank, and set the buffer's segments. They are all parameters of one chunk of
-    the model, or its experts alone, or all but these; the last one lies first.
+    """Find the parameters in a buffer of a rank, and set the segments of the buffer's bucket.
+
+    A buffer holds, from the last to the first, all parameters of one chunk of the model, or its experts alone, or all
+    but the experts.
 
     Args:
         buffer: the buffer.
         r: the rank.
-        weights: {key of a rank's parameter (`_parameter_key`): digest of its weight}.
+        weights: {key of a rank's parameter (`_make_parameter_key`): digest of its weight}.
         ranks: the files of all ranks.
-        ckpt: the checkpoint that the tensors are of.
-        taken: keys of the parameters that other buffers of the rank hold; those found are added.
+        ckpt: the checkpoint to which the tensors belong.
+        taken: keys of the parameters that other buffers of the rank hold; those found here are added.
 
     Raises:
-        Unsupported: the values are those of no such list.
+        Unsupported: the values are not those of any such list of parameters.
     """
     lists: dict[tuple[str, ...], list[Parameter]] = {}
     for chunk in sorted({p.chunk for p in r.parameters}):
         of = [p for p in r.parameters if p.chunk == chunk and p.entry.dtype == buffer.dtype][::-1]
         for some in (of, [p for p in of if not p.expert], [p for p in of if p.expert]):
-            key = tuple(_parameter_key(r, p) for p in some)
+            key = tuple(_make_parameter_key(r, p) for p in some)
             if some and not taken.intersection(key):
                 lists[key] = some
     size = buffer.bucket.param.shape[0]
@@ -314,7 +336,7 @@ def _find_parameters_in(
     for key, some in lists.items():
         if not 0 <= size - sum(p.entry.numel for p in some) < ALIGNED * len(some):
             continue
-        starts, reached = _prove_starts(buffer, some, [weights[n] for n in key], ranks, ckpt)
+        starts, reached = _prove_parameter_starts(buffer, some, [weights[n] for n in key], ranks, ckpt)
         if starts is not None:
             buffer.bucket.segments = [
                 Segment(at, at + p.entry.numel, [p.local], p.local) for at, p in zip(starts, some, strict=True)
@@ -331,26 +353,29 @@ def _find_parameters_in(
     raise Unsupported(
         f'{ranks.files.source.root}: the optimizer\'s buffer "{buffer.bucket.name}" ({size} elements) is not the fp32 '
         f"copies of the rank's weights in the order of the model: {whose}, and the values do not round to it. So "
-        f"nothing tells whose moments these are. {_advice()}",
+        f"nothing tells whose moments these are. {_advise_alternatives()}",
         code="CKPT0327",
     )
 
 
-def _prove_starts(
+def _prove_parameter_starts(
     buffer: _Buffer, some: list[Parameter], weights: list[str], ranks: RankedSave, ckpt: Checkpoint
 ) -> tuple[list[int] | None, int]:
-    """Prove that a buffer holds some parameters in this order; return (element at which each begins, how many are
-    proved). The former is None unless all are proved and fill the buffer.
+    """Prove by value that a buffer holds some parameters in this order.
 
-    Where one is not at the next multiple of 64, a bucket ends. What lies behind the end of a bucket is read again, so
-    no more than twice of what the bucket had so far is tried at once.
+    If a parameter is not at the next multiple of 64 elements, a bucket ends before it. The values after the end of a
+    bucket are read again, so at most twice as many parameters as before are compared at once.
 
     Args:
         buffer: the buffer.
         some: the parameters.
         weights: the digests of their weights.
         ranks: the files of all ranks.
-        ckpt: the checkpoint that the tensors are of.
+        ckpt: the checkpoint to which the tensors belong.
+
+    Returns:
+        (the element at which each parameter begins, the number of parameters that are proved). The former is None
+        unless all are proved and fill the buffer.
     """
     t, size = buffer.bucket.param, buffer.bucket.param.shape[0]
     starts: list[int] = []
@@ -382,47 +407,49 @@ def _prove_starts(
 # ------------------------------------------------------------------------------------------- numbered parameters
 
 
-def _numbered_states(ranks: RankedSave, r: RankFile) -> Iterator[_State]:
-    """Yield the state of each parameter that the optimizers in a rank's file number, in the order of the param groups;
-    its slot "param" is the fp32 copy of the weight.
+def _read_numbered_states(ranks: RankedSave, r: RankFile) -> Iterator[_State]:
+    """Yield the state of each parameter that the optimizers in a rank's file number, in the order of the param groups.
+
+    The slot "param" of a state is the fp32 copy of the weight.
 
     Raises:
         Corrupt: state, fp32 copies and param groups contradict one another.
-        Unsupported: nothing tells whose copy one is, or slots of a parameter differ in shape.
+        Unsupported: it cannot be determined to which parameters fp32 copies belong, or a parameter's slots differ in
+            shape.
     """
     what = ranks.files.path(r.number)
     first_group = 0  # of all chained optimizers together
-    for k, (one, inner) in enumerate(chained_optimizers(r.tree, what)):
+    for k, (one, inner) in enumerate(list_chained_optimizers(r.tree, what)):
         groups: list[dict[str, Any]] = inner.get("param_groups", [])
         state, copies = inner.get("state") or {}, one.get("fp32_from_fp16_params", one.get("fp32_from_fp16"))
         if isinstance(state, dict) and (state or copies is not None):
-            _check_groups(state, copies, groups, what)
+            _check_param_groups(state, copies, groups, what)
             for i, group in enumerate(groups):
                 numbers, of = group.get("params", ()), None if copies is None else copies[i]
                 if of is not None and len(of) != len(numbers):
                     raise Unsupported(
                         f"{what}: param group {i} has {len(numbers)} parameters, of which {len(of)} "
-                        f"have fp32 copies; nothing tells which. {_advice()}",
+                        f"have fp32 copies; nothing tells which. {_advise_alternatives()}",
                         code="CKPT0327",
                     )
                 for j, n in enumerate(numbers):
                     copy = {} if of is None else {"param": of[j]}
                     name = f"{r.folder}.chained_{k}.{n}"
-                    yield _numbered_state(ranks, r, name, first_group + i, n, state.get(n, {}), copy)
+                    yield _parse_numbered_state(ranks, r, name, first_group + i, n, state.get(n, {}), copy)
         first_group += len(groups)
 
 
-def _check_groups(state: dict[Any, Any], copies: object, groups: list[dict[str, Any]], what: str) -> None:
-    """Check that all state is in some param group, and that each group has its list of fp32 copies, if there are any.
+def _check_param_groups(state: dict[Any, Any], copies: object, groups: list[dict[str, Any]], what: str) -> None:
+    """Check that all state belongs to a param group, and that each group has its list of fp32 copies, if there are any.
 
     Args:
         state: {number of a parameter: its slots}.
-        copies: the fp32 copies of each group; None where the optimizer has none.
+        copies: the fp32 copies of each group; None if the optimizer has none.
         groups: the param groups.
         what: how errors name the file.
 
     Raises:
-        Corrupt: they do not go together.
+        Corrupt: they contradict one another.
     """
     grouped = {n for group in groups for n in group.get("params", ())} | {"common_step"}
     if state.keys() - grouped:
@@ -443,7 +470,7 @@ def _check_groups(state: dict[Any, Any], copies: object, groups: list[dict[str, 
         )
 
 
-def _numbered_state(
+def _parse_numbered_state(
     ranks: RankedSave, r: RankFile, name: str, group: int, n: int, slots: object, copy: dict[str, StoredTensor]
 ) -> _State:
     """Return the state of one numbered parameter of a rank, with its slots as flat tensors.
@@ -451,15 +478,15 @@ def _numbered_state(
     Args:
         ranks: the files of all ranks.
         r: the rank.
-        name: what the state is called until its parameter is known.
+        name: the name that the state has until its parameter is determined.
         group: the number of its param group.
         n: the number of the parameter.
         slots: {slot: tensor} as the file has them, and the step.
-        copy: {"param": fp32 copy}, which becomes one of the slots; {} where there is none.
+        copy: {"param": fp32 copy}, which becomes one of the slots; {} if there is none.
 
     Raises:
-        Corrupt: the slots are no dict.
-        Unsupported: they are not contiguous tensors of one shape.
+        Corrupt: `slots` is not a dict.
+        Unsupported: the slots are not contiguous tensors of one shape.
     """
     what = ranks.files.path(r.number)
     if not isinstance(slots, dict):
@@ -470,7 +497,7 @@ def _numbered_state(
     if odd or len(shapes) != 1 or not all(x.contiguous for x in tensors.values()):
         raise Unsupported(
             f"{what}: the optimizer's state of parameter {n} is {short(slots)}, not "
-            f"contiguous tensors of one shape. {_advice()}",
+            f"contiguous tensors of one shape. {_advise_alternatives()}",
             code="CKPT0327",
         )
     flat: dict[str, TensorEntry] = {}
@@ -483,35 +510,36 @@ def _numbered_state(
     return _State(Bucket(name, r.folder, flat), shapes.pop(), group, step)
 
 
-def _match_by_value(
+def _match_states_by_value(
     states: list[_State], r: RankFile, weights: Mapping[str, str], ranks: RankedSave, ckpt: Checkpoint
 ) -> list[Parameter]:
-    """Return the parameter of each state: the one to which its fp32 copy rounds; of equal ones, those of one param
-    group in the order of the model.
+    """Return the parameter of each state: the one whose weight the state's fp32 copy rounds to.
+
+    Equal weights whose states are in one param group are matched in the order of the model.
 
     Args:
         states: the states of single parameters that a rank has.
         r: the rank.
-        weights: {key of a rank's parameter (`_parameter_key`): digest of its weight}.
+        weights: {key of a rank's parameter (`_make_parameter_key`): digest of its weight}.
         ranks: the files of all ranks.
-        ckpt: the checkpoint that the tensors are of.
+        ckpt: the checkpoint to which the tensors belong.
 
     Raises:
-        Unsupported: a copy rounds to no weight, or nothing tells which of equal ones it is.
+        Unsupported: a copy rounds to no weight, or it cannot be determined to which of several equal ones it belongs.
     """
     jobs = {f"{k}:{d}": s.bucket.slots["param"] for k, s in enumerate(states) for d in _HALF}
     rounded = proof_digests(jobs, ckpt, ranks.files.source, {n: n.partition(":")[2] for n in jobs})
     candidates: dict[tuple[str, tuple[int, ...]], list[Parameter]] = {}
     for p in r.parameters:
         if p.entry.dtype in _HALF:
-            candidates.setdefault((weights[_parameter_key(r, p)], p.entry.shape), []).append(p)
+            candidates.setdefault((weights[_make_parameter_key(r, p)], p.entry.shape), []).append(p)
     alike: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for k, s in enumerate(states):
         key = next((key for d in _HALF if (key := (rounded[f"{k}:{d}"], s.shape)) in candidates), None)
         if key is None:
             raise Unsupported(
                 f'{ranks.files.path(r.number)}: the fp32 copy "{s.bucket.name}" {list(s.shape)} rounds to no weight of '
-                f"the rank, so nothing tells whose moments these are. {_advice()}",
+                f"the rank, so nothing tells whose moments these are. {_advise_alternatives()}",
                 code="CKPT0327",
             )
         alike.setdefault(key, []).append(k)
@@ -522,7 +550,7 @@ def _match_by_value(
             raise Unsupported(
                 f"{ranks.files.path(r.number)}: {len(some)} fp32 copies of the optimizer round to each of "
                 f"{len(candidates[key])} weights that are equal ({names}), and nothing proves which is whose. "
-                f"{_advice()}",
+                f"{_advise_alternatives()}",
                 code="CKPT0327",
             )
         out |= dict(zip(some, candidates[key], strict=True))
@@ -532,28 +560,30 @@ def _match_by_value(
             raise Unsupported(
                 f'{ranks.files.path(r.number)}: "{out[b].local.weight}" lies behind "{out[a].local.weight}" in a param '
                 "group, and before it in the model. Megatron-LM keeps the order, so the file is not as it wrote it. "
-                f"{_advice()}",
+                f"{_advise_alternatives()}",
                 code="CKPT0327",
             )
     return [out[k] for k in range(len(states))]
 
 
-def _match_by_rule(states: list[_State], r: RankFile, ranks: RankedSave) -> list[Parameter]:
-    """Return the parameter of each state of a rank without fp32 copies, by the rule of Megatron-Core's param groups and
-    the order of the model.
+def _match_states_by_rule(states: list[_State], r: RankFile, ranks: RankedSave) -> list[Parameter]:
+    """Return the parameter of each state of a rank without fp32 copies, by Megatron-Core's rule and the order of the
+    model.
+
+    The rule is that by which Megatron-Core makes param groups.
 
     Raises:
-        Unsupported: numbers and shapes of a param group do not fit.
+        Unsupported: the number or shapes of the states of a param group do not fit.
     """
     groups = dict(
         enumerate(
             g
-            for _, inner in chained_optimizers(r.tree, ranks.files.path(r.number))
+            for _, inner in list_chained_optimizers(r.tree, ranks.files.path(r.number))
             for g in inner.get("param_groups", ())
         )
     )
     parameters = {f"{p.chunk}.{p.name}": p for p in r.parameters}
-    members = group_members(groups, {n: len(p.entry.shape) for n, p in parameters.items()})
+    members = assign_group_members(groups, {n: len(p.entry.shape) for n, p in parameters.items()})
     out: list[Parameter] = []
     for i in groups:
         mine = [s for s in states if s.group == i]
@@ -563,7 +593,7 @@ def _match_by_rule(states: list[_State], r: RankFile, ranks: RankedSave) -> list
                 f"{ranks.files.path(r.number)}: param group {i} has the state of {len(mine)} parameters, and by "
                 f"Megatron-Core's rule for its groups {len(names)} parameters of "
                 f"{'the same' if len(mine) == len(names) else 'other'} number and other shapes belong there. There are "
-                f"no fp32 copies that would tell whose it is. {_advice()}",
+                f"no fp32 copies that would tell whose it is. {_advise_alternatives()}",
                 code="CKPT0327",
             )
         out += [parameters[n] for n in names]

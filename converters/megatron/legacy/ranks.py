@@ -38,20 +38,20 @@ from ckpttool.index.records import Records
 from ckpttool.layouts import checkpoint_of
 from ckpttool.storage.source import Source
 
-from ...rank_files import Files, first_difference, format_step, load
+from ...rank_files import Files, find_differing_file, format_step, load_rank_file
 from ..buckets import LocalBoxes, Segment, add_segment
-from ..keys import TRAINER, common_tree, data_of_args, model_file
-from .folders import geometry_of, parse_rank_folder, refuse_exchanged, refuse_missing_ranks
+from ..keys import TRAINER, find_model_file, parse_common_state, to_plain_args
+from .folders import parse_rank_folder, read_geometry, refuse_exchanged_folders, refuse_missing_ranks
 from .sharding import (
     LAYER,
     Geometry,
     count_local_experts,
     flatten_state_dict,
-    global_name,
     has_older_names,
     is_expert,
-    modern_name,
     place_shard,
+    to_core_name,
+    to_global_name,
 )
 
 __all__ = [
@@ -59,9 +59,9 @@ __all__ = [
     "Parameter",
     "RankFile",
     "RankedSave",
-    "chained_optimizers",
+    "build_ranked_checkpoint",
     "check_replicas_equal",
-    "checkpoint_of_ranks",
+    "list_chained_optimizers",
     "read_ranks",
 ]
 
@@ -115,11 +115,11 @@ class RankedSave:
     older_names: bool = False
 
     def weights(self) -> dict[str, TensorEntry]:
-        """Return {name: tensor} of the whole model, put together from the parts of all ranks.
+        """Return {name: tensor} of the whole model, joined from the parts of all ranks.
 
         Raises:
-            Corrupt: ranks have parts that do not make a whole.
-            Unsupported: a part is not contiguous in its file and would have to be taken apart.
+            Corrupt: the parts differ in dtype, or do not cover a tensor exactly once.
+            Unsupported: a part that must be split is not contiguous in its file.
         """
         out: dict[str, TensorEntry] = {}
         for local, some in self.copies.items():
@@ -145,10 +145,10 @@ class RankedSave:
         return out
 
     def leaves(self) -> Leaves:
-        """Return everything but the model and the optimizer's tensors, under canonical paths.
+        """Return {canonical path: leaf} of everything except the model and the optimizer's tensors.
 
-        Random states are each rank's own, one for each tensor- and pipeline-parallel rank; of the rest, what a rank has
-        otherwise than the first one is at extra.<its folder>.
+        Random states are kept for each tensor- and pipeline-parallel rank. Of the rest, values of another rank that
+        differ from the first one's are at extra.<folder of the rank>.
 
         Raises:
             Corrupt: the optimizer has another form than Megatron-Core's.
@@ -157,7 +157,7 @@ class RankedSave:
         out: Leaves = dict(self.objects)
         handled = ("rng_state", "optimizer", "args", *_RNG)
         tree = {k: x for k, x in first.tree.items() if not _CHUNK.fullmatch(k) and k != "rng_state" and k not in _RNG}
-        out |= self.files.leaves(first.number, common_tree(tree, self.files.path(first.number)))
+        out |= self.files.leaves(first.number, parse_common_state(tree, self.files.path(first.number)))
         seen: set[tuple[int, int]] = set()
         for r in self.ranks:
             if r is not first:
@@ -176,15 +176,15 @@ class RankedSave:
 
 
 def add_boxes(out: Chunks, local: LocalBoxes, entry: TensorEntry) -> None:
-    """Add what a rank has of a tensor to the chunks of the whole.
+    """Add a rank's part of a tensor to the chunks of the whole tensor.
 
     Args:
         out: the chunks of the whole.
-        local: the boxes of the whole that the rank has.
-        entry: the tensor as it lies in the rank's file.
+        local: the boxes of the whole that the rank holds.
+        entry: the part as it lies in the rank's file.
 
     Raises:
-        Unsupported: it is not contiguous in the file, and more than one box.
+        Unsupported: the part is not contiguous in the file, and consists of several boxes.
     """
     c = entry.chunks[0] if entry.chunks else None
     if c is None or not entry.numel:
@@ -212,12 +212,12 @@ def read_ranks(source: Source, optimizer: bool = True) -> RankedSave:
         Unsupported: names and arguments do not tell how a parameter is cut.
     """
     # all files have to be those of one job, whose arguments say how many ranks there are
-    names = {n: f"{n}/{file}" for n in sorted(source.list()) if (file := model_file(source, n))}
+    names = {n: f"{n}/{file}" for n in sorted(source.list()) if (file := find_model_file(source, n))}
     files = Files(source)
     source.prefetch_ends(names.values())
     trees = {n: _load_rank_tree(files, name) for n, name in names.items()}
     first = next(iter(trees))
-    args = data_of_args(trees[first][1].get("args"))
+    args = to_plain_args(trees[first][1].get("args"))
     if not isinstance(args, dict):
         if len(trees) > 1 or first != "mp_rank_00":
             raise Unsupported(
@@ -225,41 +225,42 @@ def read_ranks(source: Source, optimizer: bool = True) -> RankedSave:
                 code="CKPT0325",
             )
         args = {}
-    geometry = geometry_of(args)
+    geometry = read_geometry(args)
     folders = {name: parse_rank_folder(name, geometry, source.root) for name in trees}
     ranks = [RankFile(name, number, *folders[name], tree) for name, (number, tree) in trees.items()]
     ranks.sort(key=lambda r: (r.pipeline, r.expert, r.tensor))
     refuse_missing_ranks(folders, geometry, source.root)
 
     # and of one save
-    arguments = {name: data_of_args(tree.get("args")) for name, (_, tree) in trees.items()}
-    odd = first_difference(_facts_of_save(files, r, arguments) for r in ranks)
+    arguments = {name: to_plain_args(tree.get("args")) for name, (_, tree) in trees.items()}
+    odd = find_differing_file(_collect_save_facts(files, r, arguments) for r in ranks)
     if odd is not None:
         r, what = ranks[odd[0]], odd[1]
-        here, there = (format_step(_facts_of_save(files, x, arguments)[what]) for x in (r, ranks[0]))
+        here, there = (format_step(_collect_save_facts(files, x, arguments)[what]) for x in (r, ranks[0]))
         raise Corrupt(
             f"{files.path(r.number)}: the {what} here: {here}; in {ranks[0].folder}: "
             f"{there}. The files are from different saves; fetch the files of one save.",
             code="CKPT0409",
         )
-    refuse_exchanged(folders, arguments, geometry, source.root)
+    refuse_exchanged_folders(folders, arguments, geometry, source.root)
 
     for r in ranks:
         if optimizer and OPTIMIZER_FILE in source.list(r.folder):
             name = f"{r.folder}/{OPTIMIZER_FILE}"
-            tree = load(files, name)
+            tree = load_rank_file(files, name)
             r.distributed = files.number(name), tree
     out = RankedSave(files, geometry, ranks)
     _place_models(out)
     return out
 
 
-def checkpoint_of_ranks(ranks: RankedSave, optimizer: Mapping[Path, TensorEntry]) -> Checkpoint:
-    """Build the index of a save from its ranks and {path: tensor} of the optimizer, which has no names of parameters
-    yet.
+def build_ranked_checkpoint(ranks: RankedSave, optimizer: Mapping[Path, TensorEntry]) -> Checkpoint:
+    """Build the index of a save from the files of its ranks and the optimizer's tensors, which have no parameters yet.
+
+    `optimizer` is {path: tensor}.
 
     Raises:
-        Corrupt: ranks have parts that do not make a whole.
+        Corrupt: the ranks' parts of a tensor do not cover it exactly once.
     """
     leaves: Leaves = {("model", n): t for n, t in ranks.weights().items()}
     leaves |= optimizer
@@ -283,7 +284,7 @@ def _load_rank_tree(files: Files, name: str) -> tuple[int, dict[str, object]]:
     Raises:
         Corrupt: it is not a dict with a model.
     """
-    tree, number = load(files, name), files.number(name)
+    tree, number = load_rank_file(files, name), files.number(name)
     if not isinstance(tree, dict) or not all(isinstance(k, str) for k in tree) or not any(map(_CHUNK.fullmatch, tree)):
         raise Corrupt(
             f'{files.path(number)}: holds {short(tree)}, not a dict with "model" as Megatron-LM writes it.',
@@ -292,16 +293,17 @@ def _load_rank_tree(files: Files, name: str) -> tuple[int, dict[str, object]]:
     return number, tree
 
 
-def chained_optimizers(tree: Mapping[str, Any], what: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return (what Megatron-Core saved of an optimizer, the state of torch's optimizer inside it) for each of the
-    optimizers in a rank's file, several of which may be chained; none where the file has no optimizer.
+def list_chained_optimizers(tree: Mapping[str, Any], what: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return [(Megatron-Core's state of an optimizer, the state dict of torch's optimizer inside it)] of a rank's file.
+
+    Several optimizers may be chained; the list is empty if the file has none.
 
     Args:
-        tree: what the file holds.
+        tree: the content of the file.
         what: how errors name it.
 
     Raises:
-        Corrupt: they are not of the form that Megatron-Core gives them.
+        Corrupt: the optimizers have another form than Megatron-Core's.
     """
     x = tree.get("optimizer")
     out = []
@@ -320,9 +322,11 @@ def chained_optimizers(tree: Mapping[str, Any], what: str) -> list[tuple[dict[st
     return out
 
 
-def _facts_of_save(files: Files, rank: RankFile, arguments: Mapping[str, Any]) -> dict[str, object]:
-    """Return {what it is: value} of what the files of one save agree on: iteration, parallel sizes and param groups.
-    Tensors in it are read, since a capturable optimizer has its learning rate in one.
+def _collect_save_facts(files: Files, rank: RankFile, arguments: Mapping[str, Any]) -> dict[str, object]:
+    """Return {description: value} of everything in a rank's file that all files of one save must have in common.
+
+    This is the iteration, the parallel sizes and the param groups. Tensors in these are read, since a capturable
+    optimizer has its learning rate in one.
 
     Args:
         files: the files read.
@@ -332,24 +336,25 @@ def _facts_of_save(files: Files, rank: RankFile, arguments: Mapping[str, Any]) -
     args, what = arguments[rank.folder], files.path(rank.number)
     found = {
         "iteration": rank.tree.get("iteration"),
-        "parallel sizes": geometry_of(args)[:4] if isinstance(args, dict) else None,
-        "param groups": _shared_param_groups(rank.tree, what),
+        "parallel sizes": read_geometry(args)[:4] if isinstance(args, dict) else None,
+        "param groups": _list_shared_param_groups(rank.tree, what),
     }
     read_at = files.reader(rank.number)
     return {k: stored_tensors.inline_tensors(x, read_at, what) for k, x in found.items()}
 
 
-def _shared_param_groups(tree: Mapping[str, Any], what: str) -> list[list[dict[str, object]]]:
-    """Return the param groups of each optimizer in a rank's file without the numbers of their parameters, which differ
-    between pipeline stages.
+def _list_shared_param_groups(tree: Mapping[str, Any], what: str) -> list[list[dict[str, object]]]:
+    """Return [[hyperparameters of a param group]] for each optimizer in a rank's file.
+
+    The numbers of the parameters, which differ between pipeline stages, are left out.
 
     Args:
-        tree: what the file holds.
+        tree: the content of the file.
         what: how errors name it.
     """
     return [
         [{k: v for k, v in g.items() if k != "params"} for g in inner.get("param_groups", [])]
-        for _, inner in chained_optimizers(tree, what)
+        for _, inner in list_chained_optimizers(tree, what)
     ]
 
 
@@ -360,9 +365,9 @@ def _place_models(out: RankedSave) -> None:
     """Find the place of every rank's parameters in the model, and add them to `out`.
 
     Raises:
-        Corrupt: the ranks' models do not go together.
-        Unsupported: queries, keys and values are in the order of the first versions of the format, or a parameter is
-            cut in a way that is not known.
+        Corrupt: the ranks' models contradict one another.
+        Unsupported: queries, keys and values are in the order of the first versions of the format, or it is not known
+            how a parameter is cut.
     """
     models: dict[int, list[dict[str, Any]]] = {}
     for r in out.ranks:
@@ -384,7 +389,7 @@ def _place_models(out: RankedSave) -> None:
                 code="CKPT0329",
             )
         out.older_names = True
-        models = {n: [{modern_name(k): x for k, x in one.items()} for one in some] for n, some in models.items()}
+        models = {n: [{to_core_name(k): x for k, x in one.items()} for one in some] for n, some in models.items()}
     offsets = _count_layer_offsets(out, models)
     tied = not out.geometry.args.get("untie_embeddings_and_output_weights", True) and out.geometry.pipeline > 1
     for chunk in range(len(models[out.ranks[0].number])):
@@ -395,13 +400,19 @@ def _place_models(out: RankedSave) -> None:
 def _count_layer_offsets(
     out: RankedSave, models: Mapping[int, list[dict[str, object]]]
 ) -> dict[tuple[int, int, str], int]:
-    """Return {(chunk of a virtual pipeline, pipeline stage, name of a list of layers): the number in the model of the
-    first layer there}, counting layers chunk by chunk and stage after stage.
+    """Return the number in the whole model of the first layer that each chunk of each pipeline stage has.
 
-    `models` is {number of a rank's file: its state dict for each chunk}.
+    Layers are counted chunk by chunk, and stage after stage within a chunk of the virtual pipeline.
+
+    Args:
+        out: the save.
+        models: {number of a rank's file: its state dict for each chunk}.
+
+    Returns:
+        {(chunk, pipeline stage, name of a list of layers): number of the first layer}.
 
     Raises:
-        Corrupt: ranks of a stage have different layers, or the arguments say another number of them.
+        Corrupt: ranks of a stage have different layers, or the arguments state another number of layers.
     """
     counts: dict[tuple[int, int, str], int] = {}
     for r in out.ranks:
@@ -448,19 +459,20 @@ def _place_chunk(
     offsets: Mapping[tuple[int, int, str], int],
     tied: bool,
 ) -> None:
-    """Add one rank's chunk of the model to `out`: tensors at their place, and states of modules as objects.
+    """Add one rank's chunk of the model to `out`: tensors with their place in the model, and states of modules as
+    objects.
 
     Args:
         out: the save.
         r: the rank.
         chunk: the number of the chunk in the virtual pipeline.
         model: {name: tensor or state} of the chunk.
-        offsets: {(chunk, stage, path of a list of layers): the number of the first layer there}.
+        offsets: {(chunk, stage, path of a list of layers): the number of the first layer}.
         tied: whether the output layer of the last stage is a copy of the embedding.
 
     Raises:
-        Corrupt: ranks make different shapes of one parameter.
-        Unsupported: a parameter is cut in a way that names and arguments do not tell.
+        Corrupt: ranks' parts of a parameter give different shapes of the whole.
+        Unsupported: names and arguments do not determine how a parameter is cut.
     """
     layers: dict[str, list[str]] = {}
     for name in model:
@@ -470,7 +482,7 @@ def _place_chunk(
         m = LAYER.fullmatch(name)
         layer = f"{m['head']}.{m['i']}" if m else ""
         fused = f"{layer}.self_attention.linear_qkv.weight" in model and f"{layer}.input_layernorm.weight" in model
-        whole, e = global_name(name, offsets[chunk, r.pipeline, m["head"]] if m else 0, fused)
+        whole, e = to_global_name(name, offsets[chunk, r.pipeline, m["head"]] if m else 0, fused)
         if tied and whole == "output_layer.weight":
             whole = _TIED
         here = count_local_experts(layers[layer]) if e is not None else 0
@@ -478,7 +490,7 @@ def _place_chunk(
         if whole.endswith("._extra_state") or not isinstance(x, StoredTensor):
             _add_object(out, r, whole, x, number, experts)
         else:
-            _refuse_unplaceable(out, name)
+            _refuse_unplaceable_parameter(out, name)
             behind = None
             if ".linear_fc1.weight" in name:
                 behind = model.get(name.replace(".linear_fc1.weight", ".linear_fc2.weight"))
@@ -498,9 +510,8 @@ def _place_chunk(
                 r.parameters.append(Parameter(name, chunk, part.local, entry))
 
 
-def _refuse_unplaceable(out: RankedSave, name: str) -> None:
-    """Refuse a parameter, by the name that a rank gives it, if ranks hold it in a form whose place in the model is not
-    known.
+def _refuse_unplaceable_parameter(out: RankedSave, name: str) -> None:
+    """Refuse a parameter that ranks hold in a form whose place in the model is not known; `name` is its name on a rank.
 
     Raises:
         Unsupported: all experts are in one matrix, or ranks share key-value groups.
@@ -523,15 +534,16 @@ def _refuse_unplaceable(out: RankedSave, name: str) -> None:
 
 
 def _add_object(out: RankedSave, r: RankFile, name: str, x: object, expert: int | None, experts: int) -> None:
-    """Add what is no tensor of the model, such as the state of a module, as dist_checkpointing has it: in a list of
-    one, from the first rank that has it.
+    """Add an object that is not a tensor of the model, such as the state of a module, unless another rank has added it.
+
+    As in dist_checkpointing, it is stored in a list of one element.
 
     Args:
         out: the save.
         r: the rank.
-        name: its name in the whole model.
-        x: what the rank has there.
-        expert: the number of its expert in the model; None for what belongs to none.
+        name: the object's name in the whole model.
+        x: the object.
+        expert: the number in the model of its expert; None if it belongs to none.
         experts: the number of experts of its layer in the model.
     """
     at: Path = ("extra", f"{name}/shard_{expert or 0}_{experts or 1}")
@@ -544,15 +556,16 @@ def _add_object(out: RankedSave, r: RankFile, name: str, x: object, expert: int 
 
 
 def check_replicas_equal(ranks: RankedSave, names: Iterable[str], ckpt: Checkpoint) -> None:
-    """Compare the copies that several ranks have of some tensors of the model, reading all of them.
+    """Check that all ranks' copies of some tensors of the model are equal, by reading all of them.
 
     Args:
         ranks: the files of all ranks.
-        names: the tensors to compare.
-        ckpt: the checkpoint that they are of.
+        names: the names of the tensors.
+        ckpt: the checkpoint to which they belong.
 
     Raises:
-        Unsupported: two differ, so that none is the one of the model, or the names do not tell that it is cut.
+        Unsupported: two copies differ, so that none is known to be the model's, or no rule states how ranks cut the
+            tensor.
     """
     wanted = set(names)
     jobs: dict[str, TensorEntry] = {}

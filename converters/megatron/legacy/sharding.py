@@ -35,11 +35,11 @@ __all__ = [
     "ShardPlace",
     "count_local_experts",
     "flatten_state_dict",
-    "global_name",
     "has_older_names",
     "is_expert",
-    "modern_name",
     "place_shard",
+    "to_core_name",
+    "to_global_name",
 ]
 
 LAYER = re.compile(r"(?P<head>(?:.*\.)?layers)\.(?P<i>\d{1,9})\.(?P<rest>.+)", re.DOTALL)
@@ -135,12 +135,13 @@ def flatten_state_dict(tree: Mapping[Any, Any], what: str, prefix: str = "") -> 
 
 
 def has_older_names(names: Iterable[str]) -> bool:
-    """Return whether a model's names are those that Megatron-LM had before Megatron-Core."""
+    """Return whether a model has names of parameters that Megatron-LM used before Megatron-Core."""
     return any(n.startswith(_OLDER) for n in names)
 
 
-def modern_name(name: str) -> str:
-    """Return the name that Megatron-Core has for a parameter of the modules that Megatron-LM had before it."""
+def to_core_name(name: str) -> str:
+    """Return the name in Megatron-Core of a parameter that has a name of Megatron-LM before it; any other name
+    unchanged."""
     for pattern, to in _OLDER_NAMES:
         name = pattern.sub(to, name)
     return name
@@ -152,19 +153,19 @@ def is_expert(name: str) -> bool:
 
 
 def count_local_experts(names: Iterable[str]) -> int:
-    """Count the experts that a rank has of one layer, by the names that the rank gives their parameters; 0 without
-    experts."""
+    """Return the number of experts that a rank has of one layer, from the rank's names of their parameters; 0
+    without experts."""
     found = [m["e"] for n in names if (m := _LOCAL_EXPERT.fullmatch(n) or _GROUPED_EXPERT.fullmatch(n))]
     return 1 + max(map(int, found), default=-1)
 
 
-def global_name(name: str, offset: int, fused: bool) -> tuple[str, int | None]:
-    """Return (the name of a rank's parameter in the whole model, the number that the rank gives its expert); the number
-    is None for what belongs to no expert.
+def to_global_name(name: str, offset: int, fused: bool) -> tuple[str, int | None]:
+    """Return (the name in the whole model of a rank's parameter, the number of its expert on the rank or None without
+    one).
 
     Args:
-        name: the name that the rank gives it.
-        offset: the number of layers before the first one of the rank.
+        name: the name of the parameter on the rank.
+        offset: the number of layers in the model before the rank's first one.
         fused: whether norms that are modules of their own get the names of fused ones, as `dist_checkpointing` stores
             those of layers without Transformer Engine.
     """
@@ -194,14 +195,14 @@ def place_shard(
         shape: its shape on the rank.
         geometry: the parallel sizes of the job.
         rank: the tensor-parallel rank.
-        expert: the number of the expert in the model, of `experts`; None for what is not of one.
+        expert: the number in the model of the expert to which it belongs; None if it belongs to none.
         experts: the number of experts of a layer in the model; unused if `expert` is None.
-        columns: of the linear_fc2 behind this linear_fc1 on the rank, which tell whether it is gated; None for any
-            other parameter, or if they are not known.
+        columns: for a linear_fc1, the number of columns on the rank of the linear_fc2 after it, which shows whether
+            linear_fc1 is gated; None for any other parameter, or if the number is not known.
 
     Raises:
-        Corrupt: it lacks the axis along which ranks have parts.
-        Unsupported: it is cut in a way that names and arguments do not tell.
+        Corrupt: it lacks the axis along which it is cut.
+        Unsupported: names and arguments do not determine how it is cut.
     """
     size = geometry.tensor if expert is None else geometry.expert_tensor
     axis, known = _find_sharded_axis(name, shape, geometry, size) if size > 1 else (None, True)
@@ -241,8 +242,7 @@ def place_shard(
 
 
 def _find_sharded_axis(name: str, shape: tuple[int, ...], geometry: Geometry, size: int) -> tuple[int | None, bool]:
-    """Return (the axis along which tensor-parallel ranks have shards of a parameter, or None where all have the same;
-    whether a rule says so, or it is only that none says otherwise).
+    """Find the axis along which tensor-parallel ranks have shards of a parameter.
 
     Args:
         name: its name in the whole model.
@@ -250,8 +250,11 @@ def _find_sharded_axis(name: str, shape: tuple[int, ...], geometry: Geometry, si
         geometry: the parallel sizes and arguments of the job.
         size: the number of tensor-parallel ranks.
 
+    Returns:
+        (the axis, or None if all ranks have the same; whether a rule for the name states this, False if none does).
+
     Raises:
-        Unsupported: the arguments do not tell whether a down projection of MLA is cut.
+        Unsupported: the arguments do not determine whether a down projection of MLA is cut.
     """
     module, _, leaf = name.rpartition(".")
     module = module.rpartition(".")[2]
