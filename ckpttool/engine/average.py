@@ -90,8 +90,8 @@ def average(
         slerp: interpolate two checkpoints along the arc, tensor by tensor: 0 is the first checkpoint, 1 the second.
         accumulate: dtype of the computation, "fp64" or "fp32"; weights in float64 always use fp64.
         weights: which weights of each checkpoint are its model, as in `convert`.
-        to: layout to write; None to infer it from the name of `dst`, or "hf" if that name does not tell. (the others):
-            as `convert`; `source_layout` applies to those checkpoints that may be of this layout.
+        to: layout to write; None to infer it from the name of `dst`, or "hf" if that name does not tell.
+        (the others): as `convert`; `source_layout` applies to those checkpoints that may be of this layout.
 
     Raises:
         Unsupported: the checkpoints differ in names, shapes or dtypes, or hold quantised weights.
