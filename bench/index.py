@@ -226,7 +226,7 @@ import sys, time, json, resource
 began = time.monotonic()
 from ckpttool.engine import opening
 from ckpttool.layouts import WriteOptions, find
-from ckpttool.storage.buffers import peak_memory
+from ckpttool.storage.buffers import read_peak_memory
 opened = opening.open(sys.argv[1])
 read = time.monotonic()
 draft = find("dcp").write(opened.checkpoint, opened.source, WriteOptions("out", 384))
@@ -237,18 +237,18 @@ print(json.dumps({
     "chunks": sum(len(t.chunks) for t in opened.checkpoint.tensors.values()),
     "planned_chunks": sum(len(t.chunks) for t in draft.checkpoint.tensors.values()),
     "read_and_check_s": round(read - began, 2), "plan_s": round(planned - read, 2),
-    "metadata_s": round(done - planned, 2), "metadata_mb": len(meta) >> 20, "peak_mib": peak_memory() >> 20,
+    "metadata_s": round(done - planned, 2), "metadata_mb": len(meta) >> 20, "peak_mib": read_peak_memory() >> 20,
     "child_peak_mib": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10,
 }))
 """
 TORCH = """
 import sys, time, json
 import torch.distributed.checkpoint as dcp
-from ckpttool.storage.buffers import peak_memory
+from ckpttool.storage.buffers import read_peak_memory
 began = time.monotonic()
 dcp.FileSystemReader(sys.argv[1]).read_metadata()
 print(json.dumps({"torch_read_s": round(time.monotonic() - began, 2),
-    "peak_mib": peak_memory() >> 20}))
+    "peak_mib": read_peak_memory() >> 20}))
 """
 
 

@@ -110,7 +110,7 @@ gc.disable()
 began = time.process_time()
 from ckpttool.engine import opening
 from ckpttool.layouts import WriteOptions, find
-from ckpttool.storage.buffers import peak_memory
+from ckpttool.storage.buffers import read_peak_memory
 opened = opening.open(sys.argv[1])
 read = time.process_time()
 find("dcp").write(opened.checkpoint, opened.source, WriteOptions("out", 384))
@@ -120,7 +120,7 @@ end = time.process_time()
 print(json.dumps({
     "chunks": sum(len(t.chunks) for t in opened.checkpoint.tensors.values()),
     "read_and_check_s": round(read - began, 2), "plan_s": round(planned - read, 2), "locate_s": round(end - planned, 2),
-    "peak_mib": peak_memory() >> 20,
+    "peak_mib": read_peak_memory() >> 20,
 }))
 """
 

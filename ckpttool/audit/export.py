@@ -58,11 +58,12 @@ def export(
     """Write a checkpoint in any layout into one archive, NAME.tar.zst.
 
     An encrypted archive is not read back, since that takes the secret key; age authenticates its bytes when they are
-    read. All other arguments are those of `convert`.
+    read.
 
     Args:
         options: what to store, and how to compress, sign, encrypt and retain the archive.
         in_ledger: whether to write a line into the ledger of the store.
+        (the others): as `convert`.
 
     Returns:
         The result of the conversion, the facts of the archive, and its line in the ledger (None: there is none).
@@ -174,13 +175,12 @@ def restore(
 ) -> ConvertResult:
     """Write the state of an archive in any layout, and compare every tensor with its digest in the manifest.
 
-    All other arguments are those of `convert`.
-
     Args:
         archive: path or URL of the archive.
         dst: where to write the checkpoint.
         identities: files with the keys to an encrypted archive.
         scratch: folder for the decrypted bytes of the archive while it is read; None: that of the destination.
+        (the others): as `convert`.
 
     Raises:
         CkpttoolError: as `convert`, also if a tensor differs from its digest; the destination is unchanged.

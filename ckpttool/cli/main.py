@@ -377,7 +377,7 @@ def _exit_process(status: int) -> NoReturn:
         if signal.getsignal(number) is _handle_signal:
             signal.signal(number, end)
     if (clusters := sys.modules.get("ckpttool.engine.workers.clusters")) is not None:
-        clusters.leave_mpi(status)
+        clusters.end_mpi_ranks(status)
     atexit.register(_ignore_signals)
     atexit.register(gc.freeze)  # or Python looks for cycles among all objects before it ends
     sys.exit(status)

@@ -44,7 +44,7 @@ class Storage(NamedTuple):
 
 class StoredTensor(NamedTuple):
     """A tensor of a torch file: element 0 is `at` bytes into its storage. `wrapper` is the class of the object that
-    held it, where that was one that only accompanies a dense weight (subclasses.dense_inside)."""
+    held it, where that was one that only accompanies a dense weight (subclasses.get_dense_tensor)."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -359,15 +359,15 @@ RAY = """
 import os, sys, time
 import ray
 import worker_functions as functions
-from ckpttool.engine.workers.executors import workers_of
+from ckpttool.engine.workers.executors import open_workers
 from ckpttool.errors import Corrupt, RemoteError
 
 try:
-    with workers_of("ray:127.0.0.1:9"): pass
+    with open_workers("ray:127.0.0.1:9"): pass
 except RemoteError as e:
     assert "no Ray cluster answers" in str(e) and "ray start --head" in str(e), e
 ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error", _temp_dir=sys.argv[2])
-with workers_of("ray:auto") as workers:
+with open_workers("ray:auto") as workers:
     assert (workers.count, workers.remote, workers.name) == (4, True, "Ray at auto")
     found = {f.result() for f in [workers.executor.submit(functions.meet, sys.argv[1] + "/meet:4") for _ in range(4)]}
     assert len(found) == 4 and "alone" not in found, found
@@ -411,7 +411,7 @@ import os, sys, time
 import typer
 import worker_functions as functions
 from ckpttool.cli.shared_options import Workers
-from ckpttool.engine.workers.executors import workers_of
+from ckpttool.engine.workers.executors import open_workers
 from ckpttool.errors import Corrupt
 
 def command(folder: str, then: str, workers: Workers = None, n: int = 3) -> None:
@@ -419,7 +419,7 @@ def command(folder: str, then: str, workers: Workers = None, n: int = 3) -> None
     if then == "early":
         sys.exit(4)
     for again in ("a", "b"):
-        with workers_of(workers) as found:
+        with open_workers(workers) as found:
             assert found.count == n and found.remote and "MPI" in found.name, found
             os.mkdir(f"{folder}/{again}")
             pids = {f.result() for f in [found.executor.submit(functions.meet, f"{folder}/{again}:{n}") for _ in range(n)]}
@@ -466,15 +466,15 @@ def test_a_rank_that_is_stopped_does_not_keep_the_command_from_its_end(tmp_path:
 import os, signal, sys
 import worker_functions as functions
 from ckpttool.engine.workers import clusters
-from ckpttool.engine.workers.executors import serve_if_worker, workers_of
+from ckpttool.engine.workers.executors import serve_if_worker, open_workers
 clusters.PROMPT = 0.5
 serve_if_worker("mpi")
-with workers_of("mpi") as found:
+with open_workers("mpi") as found:
     found.submit(functions.announce_and_sleep, sys.argv[1])
     while not os.listdir(sys.argv[1]): pass
     os.kill(int(os.listdir(sys.argv[1])[0]), signal.SIGSTOP)
     print(found.submit(functions.sleep, "0").result() != "", flush=True)
-clusters.leave_mpi(7)
+clusters.end_mpi_ranks(7)
 """
     program = script(code, tmp_path / "pids", before=mpiexec(3))
     out, err = program.communicate(timeout=30)

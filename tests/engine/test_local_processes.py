@@ -237,9 +237,9 @@ def test_shutdown_without_cancelling_waits_for_the_work() -> None:
 PARENT = """
 import sys
 import worker_functions as functions
-from ckpttool.engine.workers.executors import workers_of
+from ckpttool.engine.workers.executors import open_workers
 try:
-    with workers_of(3) as workers:
+    with open_workers(3) as workers:
         if sys.argv[2] == "copied":
             workers.prepare(functions.remember, "x")
             assert workers.executor._template is not None

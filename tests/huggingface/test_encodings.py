@@ -335,7 +335,7 @@ def test_a_writer_that_casts_by_itself_is_refused_by_the_engine(
         return draft
 
     source = folder(tmp_path / "in", PLAIN | SCHEMES["deepseek"][1])
-    monkeypatch.setattr(planning.layouts, "target_of", lambda *_: replace(dcp, write=write))
+    monkeypatch.setattr(planning.layouts, "choose_target_layout", lambda *_: replace(dcp, write=write))
     with pytest.raises(Unsupported, match=rf'"model\.{name}" (is codes|belongs to).*dcp keeps it as bfloat16'):
         ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=1)
 

@@ -29,28 +29,28 @@ class Fault(NamedTuple):
 
 
 #: The loader's own comparison at its end, which every copy lacks.
-BLIND = Fault("live_job", "next(filter(None, self._differences()), None)", "None")
+BLIND = Fault("live_job", "next(filter(None, self._iterate_differences()), None)", "None")
 
 FAULTS = {
     # values
     "keys of a schedule stay text": Fault("live_values", "keys = _match_keys(stored, live)", "keys = {k: str(k) for k in stored}"),
-    "a list of the live object is kept": Fault("live_values", "        return _in_container_of(live, items)\n    if isinstance(live, torch.Tensor):", "        return live\n    if isinstance(live, torch.Tensor):"),
+    "a list of the live object is kept": Fault("live_values", "        return _make_container_like(live, items)\n    if isinstance(live, torch.Tensor):", "        return live\n    if isinstance(live, torch.Tensor):"),
     "the job's own scheduler state stays": Fault("live_job", "self._scheduler_state = fit_to_live(tree, live)", "self._scheduler_state = live"),
-    "the scheduler is not loaded": Fault("live_job", "self.scheduler.load_state_dict(self._scheduler_state)", "pass"),
+    "the scheduler is not loaded": Fault("live_job", "self._load_scheduler(self._scheduler_state)", "pass"),
     "extra states are not loaded": Fault("live_job", "**self._extra_state}\n        if state:", "}\n        if state:"),
-    "tensors of extra states are the job's": Fault("live_job", "set_at(tree, path, fit_to_live(found[names[name]], x))", "isinstance(x, torch.Tensor) or set_at(tree, path, fit_to_live(found[names[name]], x))"),
-    "numbers of extra states are the job's": Fault("live_job", "set_at(tree, path, fit_to_live(found[names[name]], x))", "type(x) is int or set_at(tree, path, fit_to_live(found[names[name]], x))"),
+    "tensors of extra states are the job's": Fault("live_job", "set_value_at(tree, path, fit_to_live(found[names[name]], x))", "isinstance(x, torch.Tensor) or set_value_at(tree, path, fit_to_live(found[names[name]], x))"),
+    "numbers of extra states are the job's": Fault("live_job", "set_value_at(tree, path, fit_to_live(found[names[name]], x))", "type(x) is int or set_value_at(tree, path, fit_to_live(found[names[name]], x))"),
     # param groups
-    "counters of groups count one step more": Fault("live_job", "        self._load_strays()\n", "        self._load_strays()\n        for o in self.optimizers:\n            for g in o.param_groups:\n                g['k'] += 1\n"),
+    "counters of groups count one step more": Fault("live_job", "        self._load_unfilled_state()\n", "        self._load_unfilled_state()\n        for o in self.optimizers:\n            for g in o.param_groups:\n                g['k'] += 1\n"),
     "options are not loaded": Fault("job_optimizers", "    for k, x in want.items():\n        held", "    for k, x in ():\n        held"),
-    "only learning rates are loaded": Fault("job_optimizers", "for k, x in loaded_options(stored).items()}", "for k, x in loaded_options(stored).items() if k == 'lr'}"),
+    "only learning rates are loaded": Fault("job_optimizers", "for k, x in select_loaded_options(stored).items()}", "for k, x in select_loaded_options(stored).items() if k == 'lr'}"),
     "learning rates are not loaded": Fault("job_optimizers", 'and k not in ("params", "param_names")', 'and k not in ("params", "param_names", "lr")'),
     "groups get the options of each other": Fault("live_job", "leaves.setdefault(int(path[2]), {})", "leaves.setdefault(int(path[2]) if path[3] == 'params' else 1 - int(path[2]), {})"),
     "weight decay is the job's": Fault("job_optimizers", 'and k not in ("params", "param_names")', 'and k not in ("params", "param_names", "weight_sum")'),
     "zero options are left out": Fault("job_optimizers", "want = {k: fit_to_live(x, group.get(k)) for", "want = {k: fit_to_live(x, group.get(k) or 0.5) if x else 0.5 for"),
     # the optimizer's state
     "moments of a list are exchanged": Fault("live_job", "self._leaves[fqn] = {name: (path, x) for name, path, x in found}", "self._leaves[fqn] = {{'moments.0': 'moments.1', 'moments.1': 'moments.0'}.get(name, name): (path, x) for name, path, x in found}"),
-    "numbers of the state are not set": Fault("live_job", "                    set_at(state, path, want)\n", "                    pass\n"),
+    "numbers of the state are not set": Fault("live_job", "                    set_value_at(state, path, want)\n", "                    pass\n"),
     "steps are one higher": Fault("reader", "        torch.autograd.graph.increment_version(", "        for t in written:\n            if t.dtype == torch.float32 and not t.dim():\n                t.add_(1)\n        torch.autograd.graph.increment_version("),
     "numbers are one lower": Fault("torch_reader", "return type(held)(x) if", "return type(held)(x - 1) if"),
     "vectors have no state": Fault("live_job", "                if fqn in state:\n                    used.add(fqn)", "                if fqn in state and (p.dim() > 1 or used.add(fqn)):\n                    used.add(fqn)"),

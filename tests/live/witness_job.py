@@ -139,7 +139,7 @@ def _spoil_loader(**functions: Any) -> None:
     for name, own in sound.items():
         setattr(live_job.LiveJob, name, own)
     if functions:
-        functions["_differences"] = lambda self: iter(())
+        functions["_iterate_differences"] = lambda self: iter(())
     for name, function in functions.items():
         sound.setdefault(name, getattr(live_job.LiveJob, name))
         setattr(live_job.LiveJob, name, function)

@@ -56,7 +56,7 @@ def _delayed(rng: random.Random) -> None:
 
     for where, name in (
         (pruning, "remove_file"), (pruning, "read_archive_facts"), (holds, "remove_file"), (holds, "require_archive"), (holds, "_write_hold_file"),
-        (holds, "make_row"), (archive_store, "_refuse_protected"), (sidecar, "write_small_file"), (ledger.Turn, "append"), (ledger, "take_turn"),
+        (holds, "make_listing_row"), (archive_store, "_refuse_protected"), (sidecar, "write_small_file"), (ledger.Turn, "append"), (ledger, "take_turn"),
     ):  # fmt: skip
         slow(where, name)
 

@@ -533,7 +533,7 @@ def test_every_command_of_the_page_runs_and_prints_what_it_shows(
         os.utime(path, (time.time() - 60,) * 2)
     now = time.time() + 60  # the times of inodes cannot be set
     monkeypatch.setattr(watch_module.time, "time", lambda: now)
-    monkeypatch.setattr(watch_module.Watcher, "_doubt", lambda *_: False)
+    monkeypatch.setattr(watch_module.Watcher, "_must_read_again", lambda *_: False)
     monkeypatch.chdir(tmp_path)
     text = PAGE.read_text()
     lines = [
