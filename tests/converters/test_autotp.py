@@ -15,11 +15,11 @@ import peers
 import pytest
 import torch
 import zero_files
+from ckpttool.converters.deepspeed.tensor_cuts import ParameterCut, cut_for_ranks, parse_parameter_map
 from ranks import torchrun
 from safetensors.torch import load_file
 
 import ckpttool
-from ckpttool.converters.deepspeed.tensor_cuts import ParameterCut, cut_for_ranks, parse_parameter_map
 from ckpttool.errors import CkpttoolError, Corrupt, Unsupported, UsageError
 
 ARCHIVES = peers.FIXTURES / "autotp"

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from ckpttool.converters.dcp.items import HEAD, TAIL, Items, Template, make_end_reader, make_template
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpttool.converters.dcp.items import HEAD, TAIL, Items, Template, make_end_reader, make_template
 from ckpttool.errors import CkpttoolError
 from ckpttool.formats import torch_zip
 from ckpttool.formats.crc import crc32

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from ckpttool.converters.dcp import dcp_metadata as _dcp_metadata
 from torch.distributed.checkpoint import metadata as m
 from torch.distributed.checkpoint import planner as p
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 import ckpttool
-from ckpttool.converters.dcp import dcp_metadata as _dcp_metadata
 from ckpttool.errors import CkpttoolError
 from ckpttool.storage.source import Source
 

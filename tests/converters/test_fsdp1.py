@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ckpttool.converters import fsdp1
 from engine.test_flat_layout import Tiny, rank_of, wrapped
 from peers import difference, tensors_of
 from torch import Tensor, nn
@@ -27,7 +28,6 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 import ckpttool
 from ckpttool import layouts
-from ckpttool.converters import fsdp1
 from ckpttool.engine import conversion, opening, verification
 from ckpttool.engine.flat.flat_layout import find_rank_slice
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, Unsupported, UsageError

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from ckpttool.converters.meshes import Cut, Mesh
+from ckpttool.converters.options import MeshOptions
 from ranks import LIVE, torchrun
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import Replicate, Shard
@@ -18,8 +20,6 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckpttool
-from ckpttool.converters.meshes import Cut, Mesh
-from ckpttool.converters.options import MeshOptions
 from ckpttool.errors import UsageError
 
 sys.path.insert(0, str(LIVE))

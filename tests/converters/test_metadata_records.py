@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from ckpttool.converters.dcp import dcp_metadata as _dcp_metadata
+from ckpttool.converters.dcp.metadata_records import RecordCutter
 from torch.distributed.checkpoint import metadata as m
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from ckpttool.converters.dcp import dcp_metadata as _dcp_metadata
-from ckpttool.converters.dcp.metadata_records import RecordCutter
 from ckpttool.errors import CkpttoolError
 from ckpttool.storage.source import Source
 

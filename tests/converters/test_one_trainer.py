@@ -10,11 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from commands import ckpttool_here as run
-from peers import FIXTURES, hooks
-
-import ckpttool
-from ckpttool import layouts
 from ckpttool.converters.options import DirectoryOptions
 from ckpttool.converters.trainers.dialect import DATA, Dialect, DirectoryPart
 from ckpttool.converters.trainers.join import (
@@ -24,6 +19,11 @@ from ckpttool.converters.trainers.join import (
     draft_small_files,
     join_drafts,
 )
+from commands import ckpttool_here as run
+from peers import FIXTURES, hooks
+
+import ckpttool
+from ckpttool import layouts
 from ckpttool.engine.discover.detection import find_checkpoints
 from ckpttool.index.checkpoint import Checkpoint
 from ckpttool.index.checkpoint import Path as Keys

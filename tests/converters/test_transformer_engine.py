@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from ckpttool.converters.megatron.buckets import Bucket, LocalBoxes
+from ckpttool.converters.megatron.buckets import _fit_segments_to_model as fit_whole_model
 from safetensors.torch import load_file
 from torch import Tensor
 
 import ckpttool
-from ckpttool.converters.megatron.buckets import Bucket, LocalBoxes
-from ckpttool.converters.megatron.buckets import _fit_segments_to_model as fit_whole_model
 from ckpttool.engine.transform.remainders import join_masters
 from ckpttool.errors import CkpttoolError, Corrupt, Unsupported
 from ckpttool.index.checkpoint import Chunks, TensorEntry

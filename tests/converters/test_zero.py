@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from ckpttool.converters.deepspeed.geometry import concatenate_parameters, partition_parameters, split_into_subgroups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peers import FIXTURES, difference, load_full, ranks_for, same_value, tensors_of
@@ -35,7 +36,6 @@ from zero_files import (
 )
 
 import ckpttool
-from ckpttool.converters.deepspeed.geometry import concatenate_parameters, partition_parameters, split_into_subgroups
 from ckpttool.errors import CkpttoolError, Corrupt, Unsafe, Unsupported, UsageError
 from ckpttool.index.boxes import flat_to_boxes
 

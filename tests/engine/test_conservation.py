@@ -117,7 +117,9 @@ def test_a_writer_that_is_given_less_or_other_state_is_found_before_a_byte_is_wr
             return target.write(spoil(r, ckpt), *more)
 
         with monkeypatch.context() as patched:
-            patched.setattr(planning.layouts, "choose_target_layout", lambda *_, write=write: replace(target, write=write))
+            patched.setattr(
+                planning.layouts, "choose_target_layout", lambda *_, write=write: replace(target, write=write)
+            )
             try:
                 conserved.converted(source, out, to, 2, drop=False)
             except (Differs, Unsupported) as e:  # some writers find that the rest does not fit together

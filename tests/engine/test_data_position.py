@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from ckpttool.converters.options import MeshOptions
 from torch.utils.data import DistributedSampler
 
 import ckpttool
-from ckpttool.converters.options import MeshOptions
 
 
 def state(read: int, steps: int, workers: int, seed: int = 0, **more: Any) -> dict[str, Any]:

@@ -604,6 +604,7 @@ def by_name(module: str, cls: str, member: str, builtins: str = "builtins") -> b
 @pytest.mark.parametrize("builtins", ["builtins", "__builtin__"])
 def test_members_of_known_enums(builtins: str) -> None:
     from ckpttool.converters.deepspeed import files as _deepspeed_files
+
     from ckpttool.formats.sharded import make_stand_ins
 
     zero, torch_ = "deepspeed.runtime.zero.config", "torch.distributed._shard.sharded_tensor.metadata"
@@ -634,9 +635,9 @@ def test_members_of_known_enums(builtins: str) -> None:
 @pytest.mark.parametrize("child", [False, True], ids=["read here", "read in a child"])
 def test_a_checkpoint_that_such_a_python_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, child: bool) -> None:
     """torch's own .metadata, written again with what those versions have as Enum.__reduce_ex__."""
+    from ckpttool.converters.dcp import dcp_metadata as _dcp_metadata
     from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-    from ckpttool.converters.dcp import dcp_metadata as _dcp_metadata
     from ckpttool.engine.diff import diff
 
     source = Path(__file__).parents[2] / "fixtures" / "fsdp2_w3" / "ckpt"

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ckpttool.converters.dcp import dcp_metadata
 
 import ckpttool
-from ckpttool.converters.dcp import dcp_metadata
 from ckpttool.errors import CkpttoolError
 from ckpttool.formats import sandbox
 
