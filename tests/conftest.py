@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import sys
+import tarfile
 import tempfile
 from collections.abc import Iterator
 from functools import cache
@@ -27,6 +28,10 @@ from ckpttool.huggingface import hub_names, model_names
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored, in the same way
+
+if not hasattr(tarfile, "data_filter"):  # Python before 3.11.4; the archives that tests unpack are their own
+    _extractall = tarfile.TarFile.extractall
+    tarfile.TarFile.extractall = lambda self, *a, filter=None, **more: _extractall(self, *a, **more)
 
 # Tests start some 3,000 processes of ckpttool. Where this is set, each one would compile the whole package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

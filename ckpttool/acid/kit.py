@@ -7,6 +7,7 @@ state may be expected, expected.safetensors and expected.json. docs/explanation/
 from __future__ import annotations
 
 import os
+import sys
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from typing import Any
 
 from ..bounded_json import parse
 from ..engine.copy.dtypes import numpy_dtype
-from ..errors import Corrupt, NotRecognised, Unsupported, UsageError, argument
+from ..errors import Corrupt, MissingPackage, NotRecognised, Unsupported, UsageError, argument
 from ..formats.safetensors_header import read_slots
 from ..storage.sources import open_source
 
@@ -125,7 +126,13 @@ def _unpack_kit(kit: Path, folder: str) -> None:
     Raises:
         NotRecognised: the file does not exist, or is not a .tar.xz.
         Corrupt: it is cut off or damaged.
+        MissingPackage: this Python is older than 3.11.4, whose tarfile cannot refuse paths that lead out of the folder.
     """
+    if not hasattr(tarfile, "data_filter"):
+        raise MissingPackage(
+            f"{kit}: Python {sys.version.partition(' ')[0]} cannot unpack an archive safely. Unpack it yourself and "
+            "give its folder, or use Python 3.11.4 or newer."
+        )
     try:
         with tarfile.open(kit, "r:xz") as packed:
             packed.extractall(folder, filter="data")
