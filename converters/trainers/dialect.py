@@ -578,7 +578,8 @@ def _with_foreign_optimizer_as_extra(
     if not named:  # an optimizer without slots, as SGD, names its parameters in the groups alone
         params = [x for p, x in leaves.items() if p[:2] == ("optimizer", "param_groups") and p[-1] == "params"]
         named = dict.fromkeys(n for x in params if isinstance(x, list) for n in x if isinstance(n, str))
-    if not any(p[0] == "optimizer" for p in leaves) or (named and named.keys() <= model):
+    listed = any(p[:2] == ("optimizer", "param_groups") and p[-1] == "params" for p in leaves)
+    if not any(p[0] == "optimizer" for p in leaves) or (named.keys() <= model and (named or not listed)):
         return leaves
     stem = part.name.rpartition("/")[2].partition(".")[0]
     called = f'"{next(iter(named))}"' if named else "names of its own"

@@ -248,3 +248,12 @@ def test_two_optimizers_of_lightning_are_refused_by_folders_that_have_one(to: st
     ckpttool.convert(tmp_path / "in.pt", tmp_path / "dcp", to="dcp", world_size=2)
     ckpttool.convert(tmp_path / "dcp", tmp_path / "back.pt", to="full")
     assert same_value(load_full(tmp_path / "back.pt"), tree)
+
+
+def test_param_groups_without_names_and_slots_are_no_foreign_optimizer(tmp_path: Path) -> None:
+    """A ZeRO-3 save before its first step, which Megatron-Core's folder holds without lists of parameters."""
+    ckpttool.convert(FIXTURES / "zero3_w3_fresh" / "ckpt", tmp_path / "m", to="megatron", drop=True, world_size=2)
+    done = ckpttool.convert(tmp_path / "m", tmp_path / "tune", to="torchtune", drop=True)
+    assert done.verified
+    with ckpttool.open(tmp_path / "tune") as opened:
+        assert opened.checkpoint.values["optim.param_groups.0.lr"].data == 0.01
