@@ -56,7 +56,7 @@ from ckpttool.index.checkpoint import (
     same_value,
 )
 from ckpttool.index.composites import shape_of
-from ckpttool.index.names import ROLES, make_canonical_state, with_canonical_keys
+from ckpttool.index.names import ROLES, canonical, with_canonical_keys
 from ckpttool.index.records import Records
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_orders
 from ckpttool.program import Program
@@ -94,7 +94,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     world, entries = _read_manifest(source)
     reading = _Reading(source, world, entries, options)
     named = with_canonical_keys(
-        make_canonical_state(
+        canonical(
             reading.leaves(),
             shape_of,
             options.like and options.like.optimizer,

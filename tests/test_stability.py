@@ -4,6 +4,7 @@ the program of four earlier days made of state.pt, each in a folder of its day; 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -16,8 +17,11 @@ from commands import ckpttool_here
 from peers import FIXTURES, same_value
 
 import ckpttool
+from ckpttool import layouts
 from ckpttool.audit import manifest
 from ckpttool.errors import Unsupported
+from ckpttool.formats import pickles, torch_zip, torch_zip_writer
+from ckpttool.index import composites, names
 from ckpttool.resume.trace.model import RECORD_VERSION, read_reference
 
 VERSIONS = FIXTURES / "versions"
@@ -114,3 +118,13 @@ def test_the_program_says_its_formats() -> None:
     assert all(f"| {name} |" in page for name in said["formats"])
     assert ran("--json", "--version").stdout == ran("--version", "--json").stdout
     assert ran("--json", "layouts").returncode == 2
+
+
+def test_what_the_guide_to_layouts_names_is_there() -> None:
+    """CHANGELOG promises these names to layouts of other packages."""
+    page = (FIXTURES.parent / "docs" / "how-to" / "write-a-layout.md").read_text(encoding="utf-8")
+    modules = (layouts, names, composites, torch_zip, torch_zip_writer, pickles)
+    by_name = {m.__name__.rpartition(".")[2]: m for m in modules}
+    named = {(m[1], m[2]) for m in re.finditer(r"\b(\w+)\.(\w+)\b", page) if m[1] in by_name}
+    assert {("names", "canonical"), ("composites", "shape_of"), ("layouts", "option")} <= named
+    assert [(m, n) for m, n in sorted(named) if not hasattr(by_name[m], n)] == []

@@ -55,10 +55,10 @@ __all__ = [
     "KEEPS_NUMBERS",
     "ROLES",
     "CanonicalState",
+    "canonical",
     "describe_weights_elsewhere",
     "find_misplaced_path",
     "is_trainer_tree_readable",
-    "make_canonical_state",
     "original_path",
     "refuse_surrogates",
     "restore_trainer_tree",
@@ -133,7 +133,7 @@ class CanonicalState(NamedTuple):
     notes: list[str]
 
 
-def make_canonical_state(
+def canonical(
     leaves: Mapping[Path, object],
     shape_of: ShapeOf,
     like: Sequence[str] | None = None,
@@ -162,7 +162,7 @@ def make_canonical_state(
         Unsupported: the optimizer cannot be read, or has another number of parameters than `like`.
     """
     if (usual := convert_composer_tree(leaves)) is not None:
-        named = make_canonical_state(usual, shape_of, like, same, only, orders)
+        named = canonical(usual, shape_of, like, same, only, orders)
         note = (
             "Composer's tree is read under the usual keys, and written with those: Composer itself does not find its "
             "own again"
@@ -496,7 +496,7 @@ def restore_trainer_tree(
     try:
         tree = _build_trainer_tree(leaves, origin)
         nest(tree)
-        again = make_canonical_state(tree, shape_of, None, same).leaves
+        again = canonical(tree, shape_of, None, same).leaves
     except CkpttoolError:
         again = {}
     if again.keys() == leaves.keys() and all(again[p] is leaf or again[p] == leaf for p, leaf in leaves.items()):

@@ -44,7 +44,7 @@ class KnownModel(NamedTuple):
     """What names the parameters of an optimizer: the model of the same tree, and what the user or a config adds.
 
     `leaves` is {name as found: leaf}, `clean` {name as found: FQN}, `like` the FQNs in the order of an optimizer that
-    has names. The arguments of `names.make_canonical_state` say more.
+    has names. The arguments of `names.canonical` say more.
     """
 
     leaves: Mapping[str, Any]

@@ -45,7 +45,7 @@ from ckpttool.index.checkpoint import (
     same_value,
 )
 from ckpttool.index.composites import shape_of
-from ckpttool.index.names import make_canonical_state
+from ckpttool.index.names import canonical
 from ckpttool.index.paths import is_number_text
 from ckpttool.index.records import Extent, Record, Records
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, find_by_trainer, known_orders, late
@@ -149,7 +149,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         records.extend(sums)
         for path, leaf in found.items():
             _put_leaf(leaves, keys, path, key, leaf)
-    named = make_canonical_state(
+    named = canonical(
         leaves,
         shape_of,
         options.like and options.like.optimizer,

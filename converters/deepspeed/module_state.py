@@ -43,7 +43,7 @@ from ckpttool.index.checkpoint import (
 )
 from ckpttool.index.composites import shape_of
 from ckpttool.index.fqns import EXTRA_STATE, strip_wrappers
-from ckpttool.index.names import make_canonical_state, with_canonical_keys
+from ckpttool.index.names import canonical, with_canonical_keys
 from ckpttool.index.records import Records
 from ckpttool.layouts import Place, ReadOptions, checkpoint_of
 from ckpttool.storage.source import Source
@@ -553,7 +553,7 @@ class SaveReader:
         leaves: Leaves = {("model", n): t for n, t in self.model.items()}
         leaves.update(self.optim)
         leaves.update(self.rest)
-        named = with_canonical_keys(make_canonical_state(leaves, shape_of, like, same_bytes, self.options.only))
+        named = with_canonical_keys(canonical(leaves, shape_of, like, same_bytes, self.options.only))
         out = checkpoint_of(named, layout, self.source.root, world, self.files.names, self.source)
         out.records = Records(self.files.records.values())
         ranks = {i: parse_rank(n.rpartition("/")[2], self.tensor_ranks) for i, n in enumerate(self.files.names)}

@@ -14,7 +14,7 @@ from ckpttool.huggingface.model_names import ModelNames
 from ckpttool.index.checkpoint import Checkpoint, Leaves, Salvage, TensorEntry, same_bytes, tied_weights
 from ckpttool.index.composites import shape_of
 from ckpttool.index.fqns import EXTRA_STATE, strip_wrappers
-from ckpttool.index.names import make_canonical_state, with_canonical_keys
+from ckpttool.index.names import canonical, with_canonical_keys
 from ckpttool.index.records import Records
 from ckpttool.layouts import ModelHints, Place, ReadOptions, checkpoint_of
 from ckpttool.storage.source import Source
@@ -88,7 +88,7 @@ def _read_folder(source: Source, options: ReadOptions) -> Checkpoint:
         leaves.update(read_optimizer(files, parts.optimizers, known, options, config))
     leaves.update(merge_other_state(files, parts.rest, leaves))
     like = options.like.optimizer if options.like else None
-    named = with_canonical_keys(make_canonical_state(leaves, shape_of, like, same_bytes, options.only))
+    named = with_canonical_keys(canonical(leaves, shape_of, like, same_bytes, options.only))
     out = checkpoint_of(named, "fsdp1", source.root, parts.world, files.names, source)
     out.notes = [*parts.notes, *out.notes]
     out.records, out.config = Records(files.records.values()), config

@@ -26,7 +26,7 @@ from ckpttool.index.checkpoint import (
     same_value,
 )
 from ckpttool.index.composites import class_label, shape_of
-from ckpttool.index.names import ROLES, make_canonical_state
+from ckpttool.index.names import ROLES, canonical
 from ckpttool.index.records import Records
 from ckpttool.layouts import Place, ReadOptions, checkpoint_of, known_orders
 from ckpttool.storage.source import Source
@@ -69,7 +69,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         items, key=lambda n: ("model", "optim").index(r) if (r := ROLES.get(n)) in ("model", "optim") else 2
     ):
         leaves |= reading.read_item(name, items[name], leaves)
-    named = make_canonical_state(
+    named = canonical(
         leaves, shape_of, options.like and options.like.optimizer, same_bytes, options.only, known_orders(options)
     )
     files = reading.files

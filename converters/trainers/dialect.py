@@ -40,7 +40,7 @@ from ckpttool.index.checkpoint import (
 )
 from ckpttool.index.composites import Composite, add_composite, shape_of
 from ckpttool.index.draft import Draft
-from ckpttool.index.names import COMPONENTS, KEEPS_NUMBERS, make_canonical_state, original_path
+from ckpttool.index.names import COMPONENTS, KEEPS_NUMBERS, canonical, original_path
 from ckpttool.index.optimizer_names import iterate_possible_orders
 from ckpttool.index.param_groups import list_numbered_parameters
 from ckpttool.index.schedulers import complete_scheduler_state
@@ -529,7 +529,7 @@ def _read_data_part(source: Source, part: DirectoryPart, options: ReadOptions, w
     if part.layout == FOREIGN:
         leaves = _with_foreign_optimizer_as_extra(leaves, whole, part, out.notes)
     if part.layout in (TREE, FOREIGN):
-        named = make_canonical_state(leaves, shape_of)
+        named = canonical(leaves, shape_of)
         leaves, out.origin = named.leaves, named.origin
         if part.component != "model":
             _refuse_stray_weights(what, (p for p, x in leaves.items() if isinstance(x, TensorEntry)), whole)

@@ -18,7 +18,7 @@ from ckpttool.formats.stored_tensors import decode_number, flatten_tree
 from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 from ckpttool.index.composites import shape_of
 from ckpttool.index.draft import Draft, Dropped, turn_positions_into_keys
-from ckpttool.index.names import describe_weights_elsewhere, make_canonical_state, step_count
+from ckpttool.index.names import canonical, describe_weights_elsewhere, step_count
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
@@ -651,7 +651,7 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
     # each parameter has the options of its group, and a reader makes groups of those with equal ones
     groups = {n: v for n, v in ckpt.values.items() if v.path[:2] == ("optim", "param_groups")}
     optim = {p: leaf for p, leaf in _to_titan_tree(ckpt.leaves()).items() if p[0] == "optimizer" or len(p) == 1}
-    read = make_canonical_state(optim, shape_of, None, None).leaves if groups else {}
+    read = canonical(optim, shape_of, None, None).leaves if groups else {}
     after = {joined(p): Value(p, x) for p, x in read.items() if p[:2] == ("optim", "param_groups")}
     draft.changed |= list_changed_values(groups, after, "torchtitan keeps options by parameter")
     draft.checkpoint.values = {n: v for n, v in draft.checkpoint.values.items() if n not in groups} | after

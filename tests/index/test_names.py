@@ -16,7 +16,7 @@ from ckpttool.errors import CkpttoolError, Corrupt, Unsupported
 from ckpttool.index import composites
 from ckpttool.index.checkpoint import Chunks, Number, TensorEntry, joined, same_bytes
 from ckpttool.index.fqns import strip_wrappers
-from ckpttool.index.names import COMPONENTS, KEEPS_NUMBERS, make_canonical_state, original_path, restore_trainer_tree
+from ckpttool.index.names import COMPONENTS, KEEPS_NUMBERS, canonical, original_path, restore_trainer_tree
 from ckpttool.index.optimizer_names import assign_names
 from ckpttool.index.trees import check_no_leaf_inside_leaf, nest
 
@@ -45,7 +45,7 @@ def leaves(tree: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
 
 
 def names(tree: Any, **how: Any) -> dict[str, Any]:
-    return {joined(p): v for p, v in make_canonical_state(leaves(tree), shape_of, **how).leaves.items()}
+    return {joined(p): v for p, v in canonical(leaves(tree), shape_of, **how).leaves.items()}
 
 
 W, B, S = T(4, 3), T(4), T()
@@ -120,7 +120,7 @@ def test_keys_of_the_user_s_own_are_known_by_what_lies_there() -> None:
         {"state_dict": MODEL, "opt": BY_NAME},
     ):
         assert names({**tree, "ema_decay": 0.9}) == usual
-    found = make_canonical_state(leaves({"net": MODEL, "opt": BY_NAME}), shape_of)
+    found = canonical(leaves({"net": MODEL, "opt": BY_NAME}), shape_of)
     assert found.origin["model",] == ("net",) and found.origin["optim",] == ("opt",)
     assert found.notes == ['"net" is taken for the model: it holds weights, and no other key does']
 
@@ -133,7 +133,7 @@ def test_of_two_keys_with_weights_or_two_optimizers_none_is_taken() -> None:
 
 def test_an_optimizer_by_its_contents_whose_numbers_say_nothing_stays_what_it_was() -> None:
     tree = {"net": {"a.weight": W, "b.weight": W}, "opt": {"state": {"0": ADAM}, "param_groups": [{"params": [0]}]}}
-    found = make_canonical_state(leaves(tree), shape_of)
+    found = canonical(leaves(tree), shape_of)
     assert {joined(p) for p in found.leaves if p[0] == "extra"} == {
         "extra.opt.state.0.step", "extra.opt.state.0.exp_avg", "extra.opt.state.0.exp_avg_sq", "extra.opt.param_groups.0.params",
     }  # fmt: skip
@@ -158,7 +158,7 @@ def test_a_flattened_optimizer_of_several_groups_is_told_apart_by_its_options() 
 def test_param_groups_stored_as_one_item_are_taken_apart() -> None:
     optim = {"state": {"fc.weight": ADAM, "fc.bias": ADAM_B}}
     tree = {**leaves({"model": MODEL, "optim": optim}), ("optim", "param_groups"): BY_NAME["param_groups"]}
-    found = make_canonical_state(tree, shape_of)
+    found = canonical(tree, shape_of)
     assert {joined(p): v for p, v in found.leaves.items()} == CANONICAL
 
 
@@ -185,11 +185,11 @@ def test_counters_schedulers_and_the_rest_have_their_places() -> None:
 
 
 def test_trainers_are_recognised() -> None:
-    titan = make_canonical_state(leaves({**MODEL, "optimizer": BY_NAME, "train_state": {"step": 1}}), shape_of)
+    titan = canonical(leaves({**MODEL, "optimizer": BY_NAME, "train_state": {"step": 1}}), shape_of)
     assert titan.trainer == "torchtitan"
-    lightning = make_canonical_state(leaves({"state_dict": MODEL, "loops": {"a": 1}, "callbacks": {"b": 1}}), shape_of)
+    lightning = canonical(leaves({"state_dict": MODEL, "loops": {"a": 1}, "callbacks": {"b": 1}}), shape_of)
     assert lightning.trainer == "Lightning"
-    assert make_canonical_state(leaves({"model": MODEL}), shape_of).trainer is None
+    assert canonical(leaves({"model": MODEL}), shape_of).trainer is None
 
 
 def test_of_two_keys_that_mean_the_same_the_second_keeps_its_name() -> None:
@@ -200,7 +200,7 @@ def test_of_two_keys_that_mean_the_same_the_second_keeps_its_name() -> None:
 
 
 def test_numbers_that_follow_shapes_are_said_in_a_note() -> None:
-    found = make_canonical_state(leaves({"model": MODEL, "optim": BY_NUMBER}), shape_of)
+    found = canonical(leaves({"model": MODEL, "optim": BY_NUMBER}), shape_of)
     assert found.notes == ["the optimizer numbers its parameters; their names follow from the order and shapes of the model's 2 parameters"]  # fmt: skip
 
 
@@ -234,15 +234,15 @@ NONE = {"model": MODEL, "optim": {"state": {"0": {"exp_avg": T(9, 9)}}, "param_g
 
 @pytest.mark.parametrize(("tree", "said"), [(SEVERAL, "more than one order of the 2"), (NONE, "no order of the 2")])
 def test_numbers_that_fit_in_no_way_or_in_several_are_kept_or_refused(tree: dict[str, Any], said: str) -> None:
-    found = make_canonical_state(leaves(tree), shape_of)
+    found = canonical(leaves(tree), shape_of)
     assert said in found.notes[0] and found.notes[0].startswith(KEEPS_NUMBERS)
     assert ("extra", "optim", "param_groups", 0, "params") in found.leaves and found.origin == {
         ("extra", "optim"): ("optim",)
     }
     assert not any(p[0] == "optim" for p in found.leaves)
     with pytest.raises(Unsupported, match=said):
-        make_canonical_state(leaves(tree), shape_of, only=frozenset(("model", "optim")))
-    assert all(p[0] == "model" for p in make_canonical_state(leaves(tree), shape_of, only=frozenset(("model",))).leaves)
+        canonical(leaves(tree), shape_of, only=frozenset(("model", "optim")))
+    assert all(p[0] == "model" for p in canonical(leaves(tree), shape_of, only=frozenset(("model",))).leaves)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_params_that_are_no_list_are_corrupt(group: Any) -> None:
 def test_params_that_are_neither_names_nor_numbers_are_refused(group: Any) -> None:
     tree = {**leaves({"model": MODEL}), **{("optim", "param_groups", 0, k): v for k, v in group.items()}}
     with pytest.raises(CkpttoolError):
-        make_canonical_state(tree, shape_of)
+        canonical(tree, shape_of)
 
 
 def test_the_numbers_of_real_optimizers_are_resolved() -> None:
@@ -275,7 +275,7 @@ def test_the_numbers_of_real_optimizers_are_resolved() -> None:
     model = {k: T(*v.shape) for k, v in net.state_dict().items()}
     state = {str(k): {s: T(*x.shape) for s, x in v.items()} for k, v in optimizer.state_dict()["state"].items()}
     optim = {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
-    found = make_canonical_state(leaves({"model": model, "optim": optim}), shape_of)
+    found = canonical(leaves({"model": model, "optim": optim}), shape_of)
     names_of = {joined(p): v for p, v in found.leaves.items()}
     assert names_of["optim.param_groups.0.params"] == ["0.weight", "2.weight"]
     by_identity = {id(p): n for n, p in net.named_parameters()}
@@ -309,7 +309,7 @@ REST = st.dictionaries(
 
 def test_keys_of_a_user_come_back() -> None:
     tree = {"model": MODEL, "lr_schedulers": [{"last_epoch": 3}], "train_state": {"step": 4}, "epoch": 1, "args": "x"}
-    found = make_canonical_state(leaves(tree), shape_of)
+    found = canonical(leaves(tree), shape_of)
     back = {original_path(p, found.origin): v for p, v in found.leaves.items() if p[0] != "model"}
     assert nest(back) == {k: v for k, v in tree.items() if k != "model"}
 
@@ -319,7 +319,7 @@ def test_keys_of_a_user_come_back() -> None:
 def test_every_leaf_of_the_rest_gets_back_the_path_it_had(rest: dict[tuple[Any, ...], Any]) -> None:
     tree = {("model", "w"): W, **rest}
     try:
-        found = make_canonical_state(tree, shape_of)
+        found = canonical(tree, shape_of)
     except Corrupt:
         return  # two of them mean the same
     back = {original_path(p, found.origin): v for p, v in found.leaves.items() if p[0] != "model"}
@@ -391,7 +391,7 @@ WRITTEN: dict[str, Any] = {
 @pytest.mark.parametrize("kind", WRITTEN)
 def test_the_tree_that_a_trainer_wrote_comes_back(kind: str) -> None:
     leaves = stored(WRITTEN[kind])
-    found = make_canonical_state(leaves, composites.shape_of, None, same_bytes)
+    found = canonical(leaves, composites.shape_of, None, same_bytes)
     tree, notes = restore_trainer_tree(found.leaves, found.origin, same_bytes)
     assert (tree, notes) == (leaves, [])
     assert nest(tree) == nest(leaves)
@@ -404,14 +404,14 @@ def test_the_tree_that_a_trainer_wrote_comes_back(kind: str) -> None:
 
 def test_where_the_own_keys_do_not_lead_back_the_canonical_ones_stay() -> None:
     leaves = stored(WRITTEN["integer ids"])
-    found = make_canonical_state(leaves, composites.shape_of, None, same_bytes)
+    found = canonical(leaves, composites.shape_of, None, same_bytes)
     optimizer = {p: v for p, v in found.leaves.items() if p[0] == "optim"}  # --only optim: nothing names the numbers
     tree, notes = restore_trainer_tree(optimizer, found.origin, same_bytes)
     assert tree is optimizer and "could not be read again" in notes[0]
     tied = stored(
         {"model": {"a.weight": W, "b.weight": W}, "optim": {"state": {0: ADAM}, "param_groups": [{"params": [0]}]}}
     )
-    found = make_canonical_state(tied, composites.shape_of, None, same_bytes)
+    found = canonical(tied, composites.shape_of, None, same_bytes)
     assert restore_trainer_tree(found.leaves, found.origin, same_bytes)[0] == tied
     tree, notes = restore_trainer_tree(found.leaves, found.origin, None)  # DCP does not show that they are one
     assert tree is found.leaves and notes
@@ -423,7 +423,7 @@ def test_where_the_own_keys_do_not_lead_back_the_canonical_ones_stay() -> None:
 def test_a_part_of_a_state_has_the_keys_it_had() -> None:
     for kind in ("torchtitan", "Lightning", "compile"):
         leaves = stored(WRITTEN[kind])
-        found = make_canonical_state(leaves, composites.shape_of, None, same_bytes)
+        found = canonical(leaves, composites.shape_of, None, same_bytes)
         model = {p: v for p, v in found.leaves.items() if p[0] == "model"}
         tree, notes = restore_trainer_tree(model, found.origin, same_bytes)
         assert len(tree) == 2 and all(leaves[p] is t for p, t in tree.items()) and not notes

@@ -475,7 +475,7 @@ def differences(mine: Reading, tree: Tree, oracle: str) -> list[str]:
     if not first:
         return first
     try:
-        named = names.make_canonical_state(
+        named = names.canonical(
             dict(tree), lambda x: tuple(x.shape) if isinstance(x, Tensor) else None, same=are_tied
         ).leaves
     except ckpttool.CkpttoolError as e:

@@ -30,9 +30,7 @@ BOTH = frozenset({"model", "optim.state"})
 
 def named(tree: Tree) -> Tree:
     """The weights and moments of a tree under canonical names; PEFT's names of a live adapter as it saves them."""
-    found = names.make_canonical_state(
-        tree, lambda x: tuple(x.shape) if isinstance(x, Tensor) else None, same=are_tied
-    ).leaves
+    found = names.canonical(tree, lambda x: tuple(x.shape) if isinstance(x, Tensor) else None, same=are_tied).leaves
     renamed = {tuple(_ADAPTER.sub(r"\1", p) if isinstance(p, str) else p for p in path): x for path, x in found.items()}
     return {
         p: x for p, x in renamed.items() if isinstance(x, Tensor) and (p[0] == "model" or p[:2] == ("optim", "state"))

@@ -21,7 +21,7 @@ from ...errors import Unsupported
 from ...formats.pickles import Global, Opaque
 from ...formats.stored_tensors import Inline, flatten_tree
 from ...index.checkpoint import Path, joined
-from ...index.names import make_canonical_state
+from ...index.names import canonical
 from ...live.plain_values import to_plain
 
 __all__ = [
@@ -69,7 +69,7 @@ def flatten_side_state(tree: Mapping[str, object]) -> dict[Path, object]:
     """
     weight = object()  # a tree without a model would be taken for a model
     leaves = {("model", "w"): weight, **flatten_tree(dict(tree))}
-    found = make_canonical_state(leaves, lambda x: (1,) if x is weight or hasattr(x, "element_size") else None).leaves
+    found = canonical(leaves, lambda x: (1,) if x is weight or hasattr(x, "element_size") else None).leaves
     return {path: x for path, x in found.items() if x is not weight}
 
 
