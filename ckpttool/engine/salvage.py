@@ -1,9 +1,9 @@
 """What is left of a damaged checkpoint: files that were cut off, or that are something else, as far as they can be
 read.
 
-    find_problems(where)           [Problem]: every file of tensors that is not what it should be, by its ends
-    patch_place(where)             the same place with every such file patched or hidden, so that layouts can read it
-    leave_out_lost(ckpt, source)   the index without the tensors that lie in holes, which `ckpt.salvage` lists
+    find_problems(where)             [Problem]: every file of tensors that is not what it should be, by its ends
+    patch_place(where)               the same place, every such file patched or hidden, so that layouts can read it
+    drop_lost_tensors(ckpt, source)  the index without the tensors that lie in holes, which `ckpt.salvage` lists
 
 Nothing here guesses: a tensor counts as exact if all its bytes are in the file, at the place that the file itself
 gives.

@@ -1,17 +1,17 @@
 """Names and tensors as `save_pretrained` writes them, from what transformers itself knows; as views, never as data.
 
 transformers v5 keeps some models under other names than the Hub does: experts of a layer are fused into one 3-D
-parameter, prefixes moved. `relate` asks transformers in a child process (so that torch is never imported here): the
-model is built on the meta device, its own `revert_weight_conversion` runs on meta tensors, and every result is a view
-whose storage, offset and strides say which part of which parameter it is. The same table read backwards puts Hub
+parameter, prefixes moved. `relate_to_hub` asks transformers in a child process (so that torch is never imported here):
+the model is built on the meta device, its own `revert_weight_conversion` runs on meta tensors, and every result is a
+view whose storage, offset and strides say which part of which parameter it is. The same table read backwards puts Hub
 tensors together again. What transformers joins or permutes on the way to the Hub (fused q, k and v; experts whose gate
 and up rows alternate) is no view of one parameter: traced_views.py tells what it consists of.
 
 Most architectures need none of that; those in PLAIN are known to have equal names, which a test proves with
 transformers, and cost nothing.
 
-`relate` can also judge: the same child lets `from_pretrained` load the names and shapes that would be written, all of
-them on the meta device, and reports what it misses, does not expect, or finds in another shape.
+`relate_to_hub` can also judge: the same child lets `from_pretrained` load the names and shapes that would be written,
+all of them on the meta device, and reports what it misses, does not expect, or finds in another shape.
 """
 
 from __future__ import annotations

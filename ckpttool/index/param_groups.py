@@ -1,9 +1,9 @@
 """The param groups of an optimizer: how those of two checkpoints differ, and the groups of one with the state of the
 other.
 
-    groups_of(ckpt)          the names in each group
-    differences(here, there) sentences: which parameters are too many, too few, in another group, in another order
-    regrouped(ckpt, groups)  the same state in other groups: split, merged, reordered
+    list_names_by_group(ckpt)               the FQNs in each group
+    describe_group_differences(here, there) sentences: parameters that are too many, too few, in another group or order
+    regroup_optimizer(ckpt, groups)         the same state in other groups: split, merged, reordered
 
 torch loads optimizer state by position: the k-th parameter of the i-th group gets the state of the k-th of the i-th
 that was saved. So a job refuses groups of other lengths, and takes those in another order without a word.

@@ -2,7 +2,7 @@
 
     open_alone(path, options) -> OpenCheckpoint       in one process; located, if it is alone
     open_together(path, options) -> OpenCheckpoint    a collective; located
-    look_together(path, options) -> (OpenCheckpoint, why it must not be loaded)    a collective
+    open_index_together(path, options) -> (OpenCheckpoint, why it must not be loaded)    a collective
     locate_together(opened)                           a collective: every item's framing, each file read by one rank
 
 Detecting the layout, listing folders, parsing pickles and headers, asking transformers in a child process, comparing

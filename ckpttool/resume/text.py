@@ -1,7 +1,7 @@
 """Formats numbers, changes and names of tensors for checks, causes and reports.
 
     format_number(0.00001234) == "1.23e-05"
-    readable_name("model.layers.1.self_attn.q_proj.weight") == "layer 1, self_attn.q_proj"
+    to_readable_name("model.layers.1.self_attn.q_proj.weight") == "layer 1, self_attn.q_proj"
 
 The canonical name of a tensor is "model." and an FQN, or "optim.state.", an FQN and a slot of the optimizer. Names come
 from checkpoints of others: where one is shown, characters that do not print are spelled out (`escape_unprintable`).

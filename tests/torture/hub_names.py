@@ -95,7 +95,7 @@ def build(name: str) -> Any:
 
 
 def ask(config: dict[str, Any], tensors: dict[str, tuple[int, ...]] | None, load: bool) -> hub_names.Relation:
-    """What `relate` returns, asked in this process."""
+    """What `relate_to_hub` returns, asked in this process."""
 
     def here(function: str, argument: str, work_bytes: int, text: bytes) -> bytes:
         kept, sys.stdin = (torch.Tensor.contiguous, sys.stdin), SimpleNamespace(buffer=io.BytesIO(text))  # type: ignore[assignment]

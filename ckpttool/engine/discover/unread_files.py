@@ -4,9 +4,9 @@ HF Trainer puts optimizer.bin next to model.safetensors, Accelerate optimizer_0/
 torchtune recipe_state/ next to epoch_0/, Lightning meta.pt into a DCP folder. A layout reads its own files. This module
 lists the others, so that every command can name them and a conversion does not lose them in silence.
 
-    unread(source, file, ckpt, saves)  [Unread], after the layout has read `ckpt`
-    lost(ckpt, holds, only)        those that a layout which holds such components could keep
-    listed(rows)                   as text: "optimizer.bin (1.2 GB, optimizer), ..."
+    list_unread_files(source, file, ckpt, saves)  [Unread], after the layout has read `ckpt`
+    list_lost_state(ckpt, holds, only)            those that a layout which holds such components could keep
+    describe_files(rows)                          as text: "optimizer.bin (1.2 GB, optimizer), ..."
 
 A file was read when the source opened it. Names alone decide what a file holds, and sizes come from the directory or
 from the listing of the store. Only one under a name that no trainer uses is opened, on a disk: another whole checkpoint

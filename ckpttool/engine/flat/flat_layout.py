@@ -150,7 +150,7 @@ def flat_key(module: str) -> str:
 def find_rank_slice(numel: int, shards: int, rank: int) -> tuple[int, int]:
     """Return (first, stop) of the elements of a flat parameter that a rank holds, without the padding at the end.
 
-    [slice_of(10, 4, r) for r in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 10)]
+    [find_rank_slice(10, 4, r) for r in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 10)]
 
     Args:
         numel: number of elements of the flat parameter.
@@ -179,8 +179,8 @@ def lay_out_flat_parameter(
 ) -> Flat:
     """Compute where each parameter of a wrapped module lies in the module's flat parameter.
 
-    lay_out("", [("a", (3,)), ("b", (4,))], align=4, shards=3) places a at element 0 and b at element 4, and has 9
-    elements.
+    lay_out_flat_parameter("", [("a", (3,)), ("b", (4,))], align=4, shards=3) places a at element 0 and b at element 4,
+    and has 9 elements.
 
     Args:
         module: path of the wrapped module, "" for the root.

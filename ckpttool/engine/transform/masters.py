@@ -10,7 +10,7 @@ masters as the weights, and what its engine computes with in `Checkpoint.rounded
 
     find_numeric_remainders(...)  float32 tensors in the place of masters that are no masters (remainders.py)
     find_differing_masters(...)   all elements of all pairs, reading both
-    refuse_other_masters(...)     a sample of every pair, before anything else is read
+    refuse_differing_masters(...) a sample of every pair, before anything else is read
     sample_masters(...)           how those differ in it
 """
 

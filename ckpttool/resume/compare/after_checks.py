@@ -1,6 +1,6 @@
 """Checks of what the job holds after the last step, and of the learning rates that follow.
 
-    check_after(dynamics, limits)     a Check for each of "after.weights", "after.optimizer", ...
+    check_final_state(dynamics, limits)     a Check for each of "after.weights", "after.optimizer", ...
 
 Tensors are compared by their sketches: weights relative to how far the steps moved them, all others relative to
 themselves. Those of two runs are bit-equal if their fingerprints are. Where both sides had the same ranks and every

@@ -1,6 +1,6 @@
 """Compares a run with a reference, check by check; `measure_noise` tells how far two correct runs differ.
 
-    judge(reference, got, "strict").checks
+    judge_single_run(reference, got, "strict").checks
 
 Checks come in the order of `ORDER`; earlier ones cost less and say more exactly what is wrong. First the state in the
 job and its configuration, then the probe before any step, the first step (nothing has been updated yet, so numbers are

@@ -1,7 +1,7 @@
 """A checkpoint that does not fit the job: how it differs, whether that is a loss, and what would make it fit.
 
-    found = compare_names({"net.w": (8, 4)}, {"w": (8, 4)}, tied)     # {"prefix": "net.", ...}, on a rank
-    does_not_fit(reference, trace), describe_misfit(trace)       # where the runs are judged
+    found = compare_names_and_shapes({"net.w": (8, 4)}, {"w": (8, 4)}, tied)  # {"prefix": "net.", ...}, on a rank
+    does_not_fit_job(reference, trace), describe_misfit(trace)                # where the runs are judged
 
 A checkpoint of another model, or with other names, is not damaged; the job may be wrong instead.
 But if the original fits the same job, or if a recorded job held tensors that this checkpoint lacks, then something was

@@ -1,8 +1,8 @@
 """Loads the reference of a comparison by the reader of the program that wrote it, and not by ckpttool's own loader:
 what that does wrong to both sides would pass.
 
-    found = find_origin(job, opened, trained, scratch)     # a collective: what it loads, and why not the rest
-    found.load()                                           # a collective
+    found = plan_origin_load(job, opened, trained, scratch)  # a collective: what it loads, and why not the rest
+    found.load()                                             # a collective
 
     a DCP folder        torch's dcp.load into the state dicts of the job
     torch.save          torch.load

@@ -1,7 +1,7 @@
 """Another Python for the ranks of a run: what it must have, and how it comes to this ckpttool.
 
     check_interpreter("/venvs/old/bin/python", "cpu", folder, 600.0, transformers=True)
-    make_environment(folder)     the environment variables of its ranks
+    make_rank_environment(folder)     the environment variables of its ranks
 
 It has a torch and packages of its own. Of ours it gets ckpttool alone, from a folder that has nothing else.
 

@@ -1,9 +1,9 @@
 """What every form of the report shows: the verdict in a sentence, what was compared, the steps, the speed.
 
-    verdict_sentence(report)    the verdict, and the likely cause or the first failed check
-    list_facts(report)          run and reference side by side
-    compared_rows(report)       each step next to the reference's step of the same number, with the envelope
-    list_speed(report)          speed and memory, as far as known
+    describe_verdict(report)           the verdict, and the likely cause or the first failed check
+    list_facts(report)                 run and reference side by side
+    pair_steps_with_reference(report)  each step next to the reference's step of the same number, with the envelope
+    list_speed(report)                 speed and memory, as far as known
 
 Texts are printable (`text.escape_unprintable`). `terminal`, `junit`, `prometheus` and `html_page` lay them out.
 """

@@ -1,6 +1,6 @@
 """What the ranks of a training job hold beside model and optimizer, gathered for a `Recorder`.
 
-    given = check_sources(scheduler=scheduler, extra={"ema": ema.state_dict, "epoch": lambda: epoch})
+    given = check_recorder_sources(scheduler=scheduler, extra={"ema": ema.state_dict, "epoch": lambda: epoch})
     found = gather_side_state(given, device)  # on every rank: values, others, variants, generators, unrecorded
 
 An object that fails on one rank (its state_dict raises, say) is left out on all, and named in `unrecorded`; no rank

@@ -1,7 +1,7 @@
 """What a job holds after its last step, and the learning rates that its scheduler would give it from there on.
 
-    read_state_after(model, optimizer, step)     a sketch of every tensor, values, param groups; no copies
-    walk_schedule(scheduler, groups, step)       the rates of the next 1,000 steps
+    read_state_after(model, optimizer, step)        a sketch of every tensor, values, param groups; no copies
+    step_scheduler_ahead(scheduler, groups, step)   the rates of the next 1,000 steps
 
 Faults that no step shows are seen here: buffers that training changes, such as running statistics, and a schedule that
 decays later than the steps that were run.
