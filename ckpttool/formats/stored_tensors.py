@@ -92,24 +92,44 @@ class Size(tuple[int, ...]):
     __slots__ = ()
 
 
-def map_tensors(x: object, f: Callable[[StoredTensor], Any], of_size: Callable[[Size], Any] = lambda size: size) -> Any:
-    """Return a copy of a tree of containers with `f` applied to every StoredTensor, and `of_size` to every `Size`."""
+def map_tensors(
+    x: object,
+    f: Callable[[StoredTensor], Any],
+    of_size: Callable[[Size], Any] = lambda size: size,
+    of_storage: Callable[[Storage], Any] = lambda storage: storage,
+) -> Any:
+    """Return a copy of a tree of containers with `f` applied to every StoredTensor, `of_size` to every `Size`, and
+    `of_storage` to every `Storage` that no tensor is made of."""
     if isinstance(x, StoredTensor):
         return f(x)
     if isinstance(x, Storage):
-        raise Unsupported(
-            f"a value is, or holds, a bare storage of {x.length} bytes, which has no shape. Save it as a tensor.",
-            code="CKPT0307",
-        )
+        return of_storage(x)
     if type(x) is Size:
         return of_size(x)
-    return map_children(x, lambda part: map_tensors(part, f, of_size))
+    return map_children(x, lambda part: map_tensors(part, f, of_size, of_storage))
 
 
-def iter_tensors(x: object) -> Iterator[StoredTensor]:
-    """Return an iterator over every StoredTensor in a value, at any depth."""
+def iter_tensors(x: object, what: str) -> Iterator[StoredTensor]:
+    """Return an iterator over every StoredTensor in a value, at any depth.
+
+    Args:
+        x: the value.
+        what: names it in messages.
+
+    Raises:
+        Unsupported: it holds a storage that no tensor is made of.
+    """
     found: list[StoredTensor] = []
-    map_tensors(x, lambda t: found.append(t))
+
+    def refuse(storage: Storage) -> None:
+        """Raise Unsupported for a bare storage."""
+        raise Unsupported(
+            f"{what}: a value is, or holds, a bare storage of {storage.length} bytes, which has no shape. Save it as a "
+            "tensor.",
+            code="CKPT0307",
+        )
+
+    map_tensors(x, lambda t: found.append(t), of_storage=refuse)
     return iter(found)
 
 
@@ -288,13 +308,10 @@ def inline_tensors(x: object, read_at: ReadAt, what: str, most: int = 64 << 20) 
         most: the largest total size of the tensors in bytes.
 
     Raises:
-        Unsupported: they are larger.
+        Unsupported: they are larger, or the value holds a storage that no tensor is made of.
         Corrupt: their storage does not match its CRC32.
     """
-    try:
-        total = sum(max(t.storage.length, prod(t.shape) * ITEMSIZE[t.dtype]) for t in iter_tensors(x))
-    except Unsupported as e:
-        raise Unsupported(f"{what}: {e}", code=e.code) from None
+    total = sum(max(t.storage.length, prod(t.shape) * ITEMSIZE[t.dtype]) for t in iter_tensors(x, what))
     if total > most:
         raise Unsupported(
             f"{what}: {total} bytes of tensors inside a container that is not a dict or list of tensors.",

@@ -48,8 +48,8 @@ def replace_modules(tree: Any, what: str, notes: list[str]) -> Any:
         )
     if not found:
         return tree
-    kept = {t.extent for t in iter_tensors(found)}
-    others = {t.extent for t in iter_tensors(tree)} - kept
+    kept = {t.extent for t in iter_tensors(found, what)}
+    others = {t.extent for t in iter_tensors(tree, what)} - kept
     left = (
         f"; {count_noun(len(others), 'tensor')} besides, such as buffers that are not persistent, are left out"
         if others

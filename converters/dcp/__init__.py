@@ -346,7 +346,7 @@ def _read_value(
     head = source.read(name, offset, min(length, _VALUE_HEAD))
     read_at = make_item_reader(source, name, offset, length, head, b"")
     tree = torch_zip.read(read_at, offset, length, what)
-    if next(stored_tensors.iter_tensors(tree), None) is None:
+    if next(stored_tensors.iter_tensors(tree, what), None) is None:
         return {path: tree}, []
     return stored_tensors.read_leaves(tree, path, file, read_at, what)
 

@@ -16,7 +16,7 @@ from ckpttool.formats import stored_tensors
 from ckpttool.formats.sharded import is_sharded
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.huggingface import model_names
-from ckpttool.index.checkpoint import Leaves, Path, TensorEntry
+from ckpttool.index.checkpoint import Leaves, Path, TensorEntry, joined
 from ckpttool.index.optimizer_names import assign_names
 from ckpttool.layouts import ReadOptions
 
@@ -134,7 +134,8 @@ def _read_tensor_option(files: Files, r: Rank, path: Path, x: object) -> Leaves:
         path: the path of the option, with which the paths of the leaves begin.
         x: its value.
     """
-    return {} if next(stored_tensors.iter_tensors(x), None) is None else files.leaves(r.file, x, path)
+    held = stored_tensors.iter_tensors(x, f"{files.path(r.file)}: {joined(path)}")
+    return {} if next(held, None) is None else files.leaves(r.file, x, path)
 
 
 def _collect_slots(ranks: list[Rank]) -> _Slots:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -635,5 +636,13 @@ def test_a_bare_storage_is_refused_by_name(zipped: bool, tmp_path: Path) -> None
     bare = torch.arange(6.0).untyped_storage()
     state = {"model": {"w": torch.ones(3)}, "extra": {"s": [1, bare]}}
     torch.save(state, tmp_path / "s.pt", _use_new_zipfile_serialization=zipped)
-    with pytest.raises(Unsupported, match="holds, a bare storage of 24 bytes, which has no shape"):
+    with pytest.raises(Unsupported, match=r"s\.pt: extra\.s: .*holds, a bare storage of 24 bytes, which has no shape"):
         ckpttool.open(tmp_path / "s.pt")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable")
+def test_an_item_of_dcp_that_is_a_bare_storage_is_refused_by_its_file(tmp_path: Path) -> None:
+    state = {"w": torch.ones(3), "s": (1, torch.arange(6.0).untyped_storage())}
+    dcp.save(state, checkpoint_id=tmp_path / "bare")
+    with pytest.raises(Unsupported, match=r"__0_0\.distcp at byte \d+: .*holds, a bare storage of 24 bytes"):
+        ckpttool.open(tmp_path / "bare")
