@@ -29,6 +29,7 @@ from ckpttool.index.composites import class_label, shape_of
 from ckpttool.index.names import ROLES, canonical
 from ckpttool.index.records import Records
 from ckpttool.layouts import Place, ReadOptions, checkpoint_of, known_orders
+from ckpttool.printable import list_first
 from ckpttool.storage.source import Source
 
 from ..rank_files import (
@@ -419,6 +420,7 @@ class _Reading:
                 code="CKPT0412",
             )
         comparable = first.storage.length == first.span and first.storage.crc32 is not None
+        different: list[str] = []
         for other, x in others:
             alike = isinstance(x, StoredTensor) and (x.dtype, x.shape) == (first.dtype, first.shape)
             if alike and comparable and x.storage.crc32 == first.storage.crc32:
@@ -433,7 +435,10 @@ class _Reading:
                     code="CKPT0325",
                 )
             if comparable:
-                self.files.notes.append(f"ranks differ in {name}: rank {r.rank}'s is read, rank {other.rank}'s is not")
+                different.append(f"rank {other.rank}'s")
+        if different:
+            lost = f"{list_first(different)} {'is' if len(different) == 1 else 'are'} not"
+            self.files.notes.append(f"ranks differ in {name}: rank {r.rank}'s is read, {lost}")
         return self.files.entry(r.file, first)
 
     def _merge_values(self, path: Path, column: list[tuple[Rank, object]]) -> dict[Path, object]:

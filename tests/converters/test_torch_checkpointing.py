@@ -311,6 +311,12 @@ def test_plain_tensors_of_several_ranks_without_metadata_are_copies_or_refused(t
     with ckpttool.open(tmp_path, allow_equal_ranks=True) as opened:
         assert opened["model.w"].shape == (6,)
         assert "ranks differ in model.w: rank 0's is read, rank 1's is not" in opened.checkpoint.notes
+    for rank in range(2, 6):
+        torch.save({"w": torch.arange(6.0) + rank}, tmp_path / f"model_{rank}.pt")
+        torch.save({"step": 3}, tmp_path / f"train_state_{rank}.pt")
+    with ckpttool.open(tmp_path, allow_equal_ranks=True) as opened:
+        (note,) = (n for n in opened.checkpoint.notes if n.startswith("ranks differ in model.w"))
+        assert note.endswith("rank 0's is read, rank 1's, rank 2's, rank 3's and 2 more are not")
     for other, shown in ((torch.zeros(7), "float32 tensor"), (3, "3, <float32")):
         torch.save({"w": other}, tmp_path / "model_1.pt")
         with pytest.raises(Unsupported, match=f"differs from that of rank 0 .*{shown}"):
