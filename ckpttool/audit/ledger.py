@@ -42,6 +42,7 @@ from ..errors import (
     CkpttoolError,
     Corrupt,
     Differs,
+    NoSpace,
     RemoteError,
     Unsafe,
     Unsupported,
@@ -635,7 +636,10 @@ def _append_to_file(store: str, fd: int, facts: LedgerEntry) -> LedgerEntry:
             sync_folder(store)
         return entry
     except OSError as e:
-        raise write_error(e, path, "The entry was not written.") from None
+        if kind_of_failure(e) is not NoSpace:
+            raise write_error(e, path, "The entry was not written.") from None
+        text = f"{path}: {e.strerror}. The entry was not written. Free some space and run the same command again."
+        raise NoSpace(text, code="CKPT0801") from None
 
 
 def _read_last_entry(fd: int, size: int, what: str) -> LedgerEntry | None:
