@@ -255,9 +255,9 @@ def read_rank_files(
         if loaded is model:
             out.model = loaded.model
         elif loaded.model:  # another group of whole tensors is no second model
-            optim = [r.tree for r in loaded.optim]
+            optim = {r.rank: r.tree for r in loaded.optim}
             rest = [
-                r._replace(tree={k: v for k, v in r.tree.items() if not any(v is x for x in optim)})
+                r._replace(tree={k: v for k, v in r.tree.items() if v is not optim.get(r.rank, r)})
                 for r in loaded.trees
             ]
         if loaded.optim:

@@ -115,7 +115,6 @@ class ObjectUpload:
             raise Unsupported(f"{redact_url(url)}: only S3 stores have object locks.", code="CKPT0340")
         self._to: PartsUpload | FileUpload
         self._left: list[tuple[str, str]] = []
-        self._pool: UploadPool | None = None
         if at is None:
             self._to = FileUpload(url, force=force, block_bytes=SIZES.part_bytes)
             self.locked = False
@@ -123,7 +122,7 @@ class ObjectUpload:
         if not force and at.head() is not None:
             raise exists_error(at.url)
         size = choose_part_bytes(expect_bytes, SIZES.part_bytes)
-        pool = self._pool = UploadPool(max(1, SIZES.in_flight_bytes // size))
+        pool = UploadPool(max(1, SIZES.in_flight_bytes // size))
         if isinstance(at, AzureObject):
             self._to = BlocksUpload(at, force=force, part_bytes=size, pool=pool)
         else:
@@ -198,8 +197,8 @@ class ObjectUpload:
 
     def _end_threads(self) -> None:
         """End the threads that send parts; nothing can be appended any more."""
-        if self._pool is not None:
-            self._pool.close()
+        if isinstance(self._to, PartsUpload):
+            self._to.pool.close()
 
 
 def upload_lost_error(url: str) -> RemoteError:

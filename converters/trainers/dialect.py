@@ -575,11 +575,11 @@ def _with_foreign_optimizer_as_extra(
     """
     model = {joined(t.path[1:]) for t in whole.tensors.values() if t.path[0] == "model"}
     named = dict.fromkeys(p[2] for p in leaves if p[:2] == ("optimizer", "state") and len(p) > 3)
+    lists = [x for p, x in leaves.items() if p[:2] == ("optimizer", "param_groups") and p[-1] == "params"]
     if not named:  # an optimizer without slots, as SGD, names its parameters in the groups alone
-        params = [x for p, x in leaves.items() if p[:2] == ("optimizer", "param_groups") and p[-1] == "params"]
-        named = dict.fromkeys(n for x in params if isinstance(x, list) for n in x if isinstance(n, str))
-    listed = any(p[:2] == ("optimizer", "param_groups") and p[-1] == "params" for p in leaves)
-    if not any(p[0] == "optimizer" for p in leaves) or (named.keys() <= model and (named or not listed)):
+        named = dict.fromkeys(n for x in lists if isinstance(x, list) for n in x if isinstance(n, str))
+    known = named.keys() <= model if named else not lists
+    if known or not any(p[0] == "optimizer" for p in leaves):
         return leaves
     stem = part.name.rpartition("/")[2].partition(".")[0]
     called = f'"{next(iter(named))}"' if named else "names of its own"

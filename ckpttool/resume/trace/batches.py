@@ -354,7 +354,7 @@ def _open_jsonl_rows(
         try:
             found = parse(raw, path)
             ids = found["input_ids"] if "input_ids" in found else encode(found["text"])
-            row = {"input_ids": [int(t) for t in ids], "labels": [int(t) for t in found.get("labels", ids)]}
+            tokens = {"input_ids": [int(t) for t in ids], "labels": [int(t) for t in found.get("labels", ids)]}
         except UsageError:
             raise
         except (Corrupt, Unsafe, ValueError, KeyError, TypeError, AttributeError):
@@ -363,13 +363,13 @@ def _open_jsonl_rows(
                 "be.",
                 code="CKPT0217",
             ) from None
-        if len(row["labels"]) != len(row["input_ids"]):
+        if len(tokens["labels"]) != len(tokens["input_ids"]):
             raise UsageError(
-                f'{argument("data", path)}, line {k + 1}: {len(row["labels"]):,} "labels" for '
-                f'{len(row["input_ids"]):,} "input_ids"; give one for each.',
+                f'{argument("data", path)}, line {k + 1}: {len(tokens["labels"]):,} "labels" for '
+                f'{len(tokens["input_ids"]):,} "input_ids"; give one for each.',
                 code="CKPT0217",
             )
-        return row
+        return tokens
 
     length = sequence or len(record(0)["input_ids"])
 
