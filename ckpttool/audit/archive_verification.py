@@ -210,7 +210,15 @@ def _check_signature(
 
 
 def _check_root(out: ArchiveVerdict, root: str) -> None:
-    """Raise Differs unless the archive has this root: a Merkle root, or "sha256:" and the hash of MANIFEST.json."""
+    """Compare the root that a verification found with an expected one.
+
+    Args:
+        out: what was found; it is only read.
+        root: the Merkle root in hex, or "sha256:" and the SHA-256 of MANIFEST.json.
+
+    Raises:
+        Differs: it is another.
+    """
     kind, _, wanted = root.rpartition(":")
     have = {"": out.merkle_root, "blake3": out.merkle_root, "sha256": out.manifest_sha256}[kind]
     if wanted != have:

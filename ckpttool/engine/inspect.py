@@ -385,7 +385,8 @@ def _describe_optimizer(ckpt: Checkpoint) -> dict[str, Any] | None:
 
 
 def _describe_instances(ckpt: Checkpoint) -> list[str]:
-    """Return a list with one note on values that hold instances of classes; [] if none does."""
+    """Return a list with one note on values that hold objects of classes, which are carried as data and not built; []
+    if there are none."""
     found = {
         n: classes for n, v in ckpt.values.items() if v.path[-1] != MARK and (classes := list_instance_classes(v.data))
     }

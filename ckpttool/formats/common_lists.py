@@ -120,8 +120,8 @@ class CommonLists:
         return Memo()
 
     def find(self, data: bytes, at: int, memo: Memo) -> tuple[Any, int] | None:
-        """Find a recorded list at a byte of a pickle: (list, position after its bytes); None if the bytes are not those
-        of a recorded list. Its objects are added to the memo of the pickle.
+        """Look for a list that an earlier pickle of this checkpoint has in the same bytes, and is not read again:
+        (list, position after its bytes), None if there is none. Its objects are added to the memo of the pickle.
 
         Args:
             data: the bytes of the pickle.

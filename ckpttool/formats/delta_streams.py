@@ -67,7 +67,7 @@ def open_change_stream(delta: Delta, patch: TensorPatch, dtype: str, numel: int)
 
 
 class _Checked:
-    """A change after which the tensor must have a checksum."""
+    """A `ChangeStream` that hashes the tensor as it is changed, and compares its checksum in `finish`."""
 
     def __init__(self, stream: ChangeStream, algorithm: str, wanted: str, what: str) -> None:
         self._stream, self._algorithm, self._wanted, self._what = stream, algorithm, wanted, what

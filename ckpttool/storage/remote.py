@@ -426,7 +426,7 @@ class RemoteSource(Source):
         return sum(n for n, _ in counts), sum(n for _, n in counts)
 
     def prove_all(self) -> None:
-        """Prove the assumed offsets of all items by reading their headers.
+        """Read the headers of all items of DCP whose offsets were assumed from those of their neighbours, and compare.
 
         Raises:
             CkpttoolError: an item is damaged, or cannot be read.

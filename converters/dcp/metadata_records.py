@@ -208,7 +208,7 @@ class RecordCutter:
                 pass
 
     def _push_outside(self, found: Any) -> bytes:
-        """Register an object outside of the pickle, and return the instructions that push it."""
+        """Keep an object for the unpickler to ask for by a persistent id, and return the opcodes that push that id."""
         self._given = (self._given + 1) & 0x7FFFFFFF
         self._outside[self._given] = found
         return b"J" + _I32.pack(self._given) + b"Q"

@@ -414,10 +414,15 @@ def _load_expert_stacks(
 
 
 def _load_experts(reading: SaveReader, names: list[str]) -> tuple[str, dict[str, tuple[File, StoredTensor]]]:
-    """Load the files of the experts of one layer, in the order of the experts.
+    """Load the files of the experts of one layer.
+
+    Args:
+        reading: the reader of the save.
+        names: names of the files, in the order of the experts.
 
     Returns:
-        (the layer, which is the prefix of its experts' names; {name of a parameter: (file, tensor)}).
+        (the layer, which is the prefix of its experts' names; {name of a parameter of one expert: (its file, its
+            tensor)}).
 
     Raises:
         Corrupt: a file has an entry that is not a tensor of its expert, or experts have different parameters.
@@ -601,8 +606,8 @@ def _parse_expert_parallel_size(f: File, group: dict[str, Any]) -> int:
 def _merge_optimizers(
     reading: SaveReader, model: File, experts: Experts, files: list[File], parts: list[_Stage0], sizes: list[int]
 ) -> list[str]:
-    """Add the optimizers of all expert parallel ranks to the save as one, with new numbers for the parameters, and the
-    masters.
+    """Join the optimizers of all expert parallel ranks into one, whose state and param groups are added to `reading`
+    under new numbers of the parameters; fp32 masters go to `reading.masters`.
 
     Args:
         reading: the reader of the save.

@@ -387,8 +387,8 @@ class SaveReader:
             self.rounded[name] = TensorEntry(t.dtype, t.shape, ("model", name), chunks)
 
     def _note_omitted_weights(self, first: File, module: dict[Any, Any]) -> None:
-        """Add notes on rounded weights, which are not kept as state, and on frozen parameters that the job did not
-        save.
+        """Add to `self.notes` that weights which are their fp32 masters, rounded, are not kept beside these, and that
+        frozen parameters were left out of the save.
 
         `module` is the state dict in `first`, the model file of rank 0.
         """

@@ -363,8 +363,8 @@ def _read_rank_shards(source: Source, files: list[str]) -> tuple[dict[str, Tenso
 
 
 def _get_held_components(own: object) -> frozenset[str]:
-    """Return the components that a destination with these options can hold: {"model"}, or the empty set for all
-    components."""
+    """Return the components that a folder written with `own`, the layout's own options, can hold: {"model"}; with
+    `HfOptions.include_optimizer` every component, which the empty set stands for."""
     return frozenset() if isinstance(own, HfOptions) and own.include_optimizer else frozenset({"model"})
 
 
@@ -376,7 +376,8 @@ _OWN = re.compile(
 
 
 def _describe_next_step(advice: Advice) -> str:
-    """Return advice on how from_pretrained loads the folder, or why it must not be loaded like this."""
+    """Return the last line that `inspect` prints about a folder: how from_pretrained loads it, or why it must not and
+    which command mends that."""
     from ckpttool.huggingface import hub_names
 
     ckpt = advice.ckpt

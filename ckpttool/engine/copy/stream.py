@@ -604,8 +604,11 @@ def _put_into_slab(
     """Copy the bytes `got` of a part of a block to their place in `data`, the bytes of the whole block.
 
     Args:
-        plan: the block.
-        part: (chunk number, start, shape) of the part; None if `got` is the whole block.
+        plan: the block, a box of a tensor.
+        part: (number of the chunk that it is read from, start in the tensor, shape) of the part; None if `got` is the
+            whole block.
+        got: the part's bytes, row-major.
+        data: the block's bytes, row-major, which get them.
     """
     if part is None:
         data[:] = got

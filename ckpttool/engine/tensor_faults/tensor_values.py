@@ -145,10 +145,12 @@ def find_formula(pair: ArrayPair) -> Found | None:
 
 
 def _find_factor(pair: ArrayPair, u: Array, v: Array) -> Found | None:
-    """Find whether values are the reference's times a factor; None if not.
+    """Find whether all values of a tensor are the reference's times one factor, within the rounding of its dtype;
+    return that as a cause, None if they are not.
 
     Args:
-        u, v: the first elements of the reference and of the tensor, in float64.
+        pair: the reference's values and the tensor's, all of them.
+        u, v: their first elements, in float64; only `u` is used.
     """
     import numpy as np
 

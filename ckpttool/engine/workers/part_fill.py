@@ -200,6 +200,8 @@ class _PartFilling(Scatter):
             self.outs[row.file].append(data)
 
     def end(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
+        """Append the frame after a chunk of tensor `name`, whose bytes are all written, under the same condition as
+        `begin`."""
         if not self.there and self.draft.after and worker_writes_frames(self.draft, row.file):
             self.outs[row.file].append(self.draft.after(name, entry, row.row, self.crcs[row.file]))
 

@@ -347,7 +347,9 @@ def _parse_after(x: Any) -> AfterRecord:
 
 
 def _parse_schedule(x: Any) -> ScheduleRecord:
-    """Return the learning rates of later steps, with types checked; {} if `x` is empty.
+    """Return the learning rates that the scheduler will give after the recorded step, with types checked: {"first": the
+    step of the first rate, "curves": encoded rates, "groups": number of the curve of each param group, "stopped": why
+    the scheduler stopped, if it did}; {} if `x` is empty.
 
     Raises:
         TypeError, ValueError, KeyError, AttributeError: it is no such record.
