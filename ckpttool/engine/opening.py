@@ -22,7 +22,7 @@ from ..printable import count_noun, list_first
 from ..progress import log_detail, log_step
 from ..storage.source import Source, raise_open_file_limit
 from ..storage.urls import UNFINISHED
-from .copy.value_digests import equal_values, split_lists, value_digests
+from .copy.value_digests import are_equal_data, equal_values, split_lists, value_digests
 from .discover import detection, unread_files
 from .recorded import RECORD, Recorded, explain_missing, read_record
 from .selecting import make_selection, select_part
@@ -839,7 +839,7 @@ def _restore_original_values(ckpt: Checkpoint, record: Recorded | None) -> tuple
     values, added = dict(ckpt.values), set[str]()
     if record is not None:
         for name, data in record.made.items():
-            if name in values and equal_values(Value((), values[name].data), Value((), data)):
+            if name in values and are_equal_data(values[name].data, data):
                 del values[name]
                 added.add(name)
         for name, value in record.whole.items():

@@ -12,7 +12,7 @@ from typing import Any
 from ckpttool import bounded_json
 from ckpttool.engine.conservation import list_changed_values
 from ckpttool.engine.copy.stream import read_small_tensors
-from ckpttool.engine.copy.value_digests import equal_values
+from ckpttool.engine.copy.value_digests import are_equal_data
 from ckpttool.errors import CkpttoolError, Unsupported, UsageError, argument
 from ckpttool.formats.stored_tensors import decode_number, flatten_tree
 from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
@@ -436,7 +436,7 @@ def _compare_counters(ckpt: Checkpoint, written: Mapping[Path, Any]) -> tuple[se
     Returns:
         (paths of the counters that are equal in the source, {path: number} of the counters that the source lacks).
     """
-    equal = {p for p, x in written.items() if _is_equal_value(ckpt.value(joined(p)), x)}
+    equal = {p for p, x in written.items() if are_equal_data(ckpt.value(joined(p)), x)}
     return equal, {p: x for p, x in written.items() if joined(p) not in ckpt.values}
 
 
@@ -447,15 +447,10 @@ def _without_tensor_counters(ckpt: Checkpoint, counters: Sequence[str], file: st
     return _without_entries(ckpt, bare, f"{file} has a number there, and a tensor is none")
 
 
-def _is_equal_value(a: object, b: object) -> bool:
-    """Return whether two values are equal and of equal types."""
-    return equal_values(Value((), a), Value((), b))
-
-
 def _is_json_value(x: object) -> bool:
     """Return whether JSON can hold a value and gives back an equal one, within the bounds of ckpttool's parser."""
     try:
-        return _is_equal_value(bounded_json.parse(bounded_json.encode(x), "a counter"), x)
+        return are_equal_data(bounded_json.parse(bounded_json.encode(x), "a counter"), x)
     except (TypeError, ValueError, CkpttoolError):
         return False
 

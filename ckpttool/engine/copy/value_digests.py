@@ -18,6 +18,7 @@ from ...index.checkpoint import Checkpoint, Value, joined
 from ...index.digests import compute_component_roots, compute_value_root
 
 __all__ = [
+    "are_equal_data",
     "data_digest",
     "digest_values_without_arrays",
     "equal_values",
@@ -94,6 +95,11 @@ def equal_values(a: Value, b: Value) -> bool:
     if type(a.data) is type(b.data) and type(a.data) in _EXACT and a.path == b.path:
         return bool(a.data == b.data)
     return values.encode_value(a) == values.encode_value(b)
+
+
+def are_equal_data(a: object, b: object) -> bool:
+    """Tell whether the data of two values are equal, of equal types."""
+    return equal_values(Value((), a), Value((), b))
 
 
 def state_roots(ckpt: Checkpoint, digests: Mapping[str, str]) -> dict[str, str]:
