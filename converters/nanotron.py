@@ -234,7 +234,7 @@ class _Reading:
                 if any(b - a != d - c for (a, b), (c, d) in zip(ours, theirs, strict=True)):
                     raise ValueError(f"slices of different sizes in {pair}")
                 held.append(_Box(tuple(a for a, _ in ours), tuple(c for c, _ in theirs), tuple(b - a for a, b in ours)))
-        except (KeyError, ValueError) as e:
+        except (LookupError, ValueError) as e:
             raise Corrupt(
                 f"{self.source.root}/{path}: its header does not say which part of a tensor it is ({e}).",
                 code="CKPT0406",

@@ -168,7 +168,7 @@ def _read_cases(folder: Path, what: str) -> list[Case]:
             "folder.",
             code="CKPT0301",
         ) from None
-    except (KeyError, TypeError) as e:
+    except (LookupError, TypeError) as e:
         raise Corrupt(
             f"{what}: kit.json or a case.json of the kit is incomplete ({e}). Fetch the kit, or pack it, again.",
             code="CKPT0406",

@@ -370,7 +370,7 @@ def _list_earlier_frames(earlier: EarlierFile | None) -> deque[tuple[int, int]]:
     out: deque[tuple[int, int]] = deque()
     try:
         sizes = decode_u32(base64.b64decode(earlier.state["frames"], validate=True)) if earlier else ()
-    except (KeyError, TypeError, ValueError):
+    except (LookupError, TypeError, ValueError):
         return out
     at = 0
     for n in sizes:

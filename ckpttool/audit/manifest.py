@@ -161,7 +161,7 @@ def decode_manifest(data: bytes, what: str) -> Manifest:
             _check_count(step)
         grouped = list(by_member.values())
         return Manifest(tensors, digests, grouped, hashes, parsed["coding"] != "plain", step)
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
+    except (LookupError, TypeError, ValueError, AttributeError) as e:
         raise Corrupt(f"{what} is damaged ({type(e).__name__}: {ascii(str(e))[:80]}).", code="CKPT0425") from None
 
 

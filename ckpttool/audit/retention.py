@@ -159,7 +159,7 @@ def decode_retention(data: bytes, what: str) -> dict[str, Any]:
             if set(hold) != {"reason", "since"} or not isinstance(hold["reason"], str) or not hold["reason"].strip():
                 raise ValueError("legal_hold")
             parse_time(hold["since"])
-    except (KeyError, TypeError, ValueError) as e:
+    except (LookupError, TypeError, ValueError) as e:
         raise Corrupt(f"{what} is damaged: {e}.", code="CKPT0425") from None
     return parsed
 

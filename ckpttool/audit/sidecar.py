@@ -177,7 +177,7 @@ def read_holds(source: Source, file: str) -> list[dict[str, Any]]:
             raise ValueError
     except RemoteError:
         raise
-    except (CkpttoolError, KeyError, TypeError, ValueError):
+    except (CkpttoolError, LookupError, TypeError, ValueError):
         return [{"reason": f"unknown, {beside} is damaged"}]
     return [{k: h[k] for k in _HELD} for h in held]
 

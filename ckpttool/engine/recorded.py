@@ -132,7 +132,7 @@ def read_record(source: Source) -> Recorded | None:
         raise
     except (Corrupt, Unsafe) as e:
         return Recorded(problem=str(e).rstrip("."))
-    except (TypeError, KeyError, ValueError, AttributeError) as e:
+    except (TypeError, LookupError, ValueError, AttributeError) as e:
         return Recorded(problem=f"{RECORD}: not a record of ckpttool ({type(e).__name__}: {str(e)[:80]})")
 
 

@@ -434,7 +434,7 @@ def _read_digests(source: Source, steps: list[RunStep]) -> list[RunStep]:
             sizes = {str(n): f["bytes"] for n, f in found["files"].items()}
             if all(source.glance(_join_path(s.name, n))[1] == size for n, size in sizes.items()):
                 out[i] = replace(s, digest={str(k): str(d) for k, d in found["digest"].items()})
-        except (CkpttoolError, KeyError, TypeError, AttributeError, ValueError):
+        except (CkpttoolError, LookupError, TypeError, AttributeError, ValueError):
             continue
     return out
 

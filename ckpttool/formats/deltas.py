@@ -209,7 +209,7 @@ def _read_skyrl(source: Source, where: str) -> Delta | None:
         rows = [_parse_manifest_row(row) for row in found["tensors"]]
         version, base = int(found["version"]), int(found["base_version"])
         files = {*found.get("payload_files", ()), *(file for _, file, _, _ in rows)}
-    except (TypeError, KeyError, ValueError, AttributeError) as e:
+    except (TypeError, LookupError, ValueError, AttributeError) as e:
         raise Corrupt(f"{what}: not as SkyRL writes it ({type(e).__name__}: {str(e)[:80]}).", code="CKPT0406") from None
     held = _read_payload_headers(source, files, where)
     out: dict[str, TensorPatch] = {}

@@ -621,7 +621,7 @@ def load(
         return load(data, stand_ins, persistent, start, what, inert)
     except (IndexError, struct.error):
         raise Truncated(f"{what}: the pickle ends in the middle of an instruction.") from None
-    except (UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as e:
+    except (UnicodeDecodeError, LookupError, TypeError, ValueError, AttributeError, OverflowError) as e:
         raise Corrupt(f"{what}: the pickle is malformed ({type(e).__name__}: {e}).", code="CKPT0407") from None
     most = 16 * (end - start) + 1000
     try:

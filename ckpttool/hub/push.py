@@ -661,6 +661,6 @@ def _is_unchanged(folder: str, known: Mapping[str, Any]) -> bool:
             st = os.stat(os.path.join(folder, name))
             if (st.st_size, st.st_mtime_ns) != (size, when):
                 return False
-    except (OSError, KeyError, TypeError, ValueError):
+    except (OSError, LookupError, TypeError, ValueError):
         return False
     return True

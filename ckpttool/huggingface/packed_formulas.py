@@ -215,7 +215,7 @@ def _read_quant_state(weight: Encoded, read: Read) -> _QuantState:
             float(found["nested_offset"]) if nested else 0.0,
             read("codes", *(slice(0, 1) for _ in read.shape("codes"))).itemsize,
         )
-    except (KeyError, TypeError, ValueError) as e:
+    except (LookupError, TypeError, ValueError) as e:
         raise Corrupt(
             f'"{where}" is not what bitsandbytes writes ({type(e).__name__}: {e}).', code="CKPT0419"
         ) from None

@@ -111,7 +111,7 @@ def get_saved_groups_and_state(optimizer: Any) -> tuple[list[Mapping[str, Any]],
             for p, i in zip(g["params"], q["params"], strict=True)
         ]
         return saved["param_groups"], {id(p): saved["state"].get(i, {}) for p, i in pairs}
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (LookupError, TypeError, ValueError, AttributeError):
         return groups, {id(p): state for p, state in optimizer.state.items()}
 
 

@@ -258,7 +258,7 @@ def parse_journal(entries: list[JournalEntry], plan: str) -> EarlierRun | None:
             for name, (infinite, nan, cut) in e.get("lost", {}).items():
                 lost[str(name)] = int(infinite), int(nan), int(cut)
             sinks = {int(file): dict(state) for file, state in e.get("sinks", {}).items()}
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (LookupError, TypeError, ValueError, AttributeError):
         return None
     return EarlierRun(done, digests, sinks, lost)
 

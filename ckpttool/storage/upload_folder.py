@@ -75,7 +75,7 @@ class UploadFolder:
             data, token = get_with_token(self._note)
             try:
                 ours = {UNFINISHED, *parse(data, UNFINISHED)["names"]}
-            except (Corrupt, Unsafe, TypeError, KeyError):
+            except (Corrupt, Unsafe, TypeError, LookupError):
                 pass  # not a note of ours
         if found and not self.force and not set(found) <= ours:
             raise DestinationExists(

@@ -108,7 +108,7 @@ class WatchJournal:
                     if event["event"] != "unjudged":  # whatever the reason was, it is tried again
                         self._apply_event(event)
                     run = run or event.get("run")
-                except (ValueError, TypeError, KeyError, AttributeError):
+                except (ValueError, TypeError, LookupError, AttributeError):
                     raise Corrupt(
                         f"{self.folder}/{_FILE}: line {number} is no event. It was damaged or edited; move the folder "
                         "away, and every save is read again.",

@@ -71,7 +71,8 @@ class _Properties(_Inert):
         Raises:
             Corrupt: the fourth field is no memory format; torch's own class refuses that, too.
         """
-        if not isinstance(state[3], _MemoryFormat) or state[3].state not in ((0,), (1,), (2,)):
+        form = state[3] if isinstance(state, tuple) and len(state) > 3 else None
+        if not isinstance(form, _MemoryFormat) or form.state not in ((0,), (1,), (2,)):
             raise Corrupt("the memory format of a tensor in .metadata is none of torch's", code="CKPT0406")
         self.state = state
 
@@ -546,7 +547,7 @@ def _build_index(tops: list[tuple[Any, _Collector]], what: str) -> Index:
     """
     try:
         return _join_collected(tops, what)
-    except (TypeError, AttributeError, KeyError, ValueError, OverflowError) as e:
+    except (TypeError, AttributeError, LookupError, ValueError, OverflowError) as e:
         raise Corrupt(
             f"{what}: not the metadata of a DCP checkpoint ({type(e).__name__}: {e}).", code="CKPT0406"
         ) from None
@@ -783,8 +784,9 @@ def _join_chunks(
         Unsupported: the dtype is not known.
     """
     properties, size, run = state
-    dtype = properties.state
-    dtype = (dtype["dtype"] if isinstance(dtype, dict) else dtype[0]).name
+    if not isinstance(properties, _Properties):
+        raise Corrupt(f'{what}: the properties of "{key}" are {pickles.short(properties)}.', code="CKPT0406")
+    dtype = properties.state[0].name
     if dtype not in ITEMSIZE:
         raise Unsupported(
             f'{what}: tensor "{key}" is of dtype torch.{dtype}, which ckpttool does not know.', code="CKPT0329"

@@ -176,7 +176,7 @@ def parse_parameter_map(stored: object, ranks: int, what: str) -> ParameterCut:
             found.setdefault((here, size), {})[rank] = there
             stated.setdefault((here, size), set()).add(_parse_sizes(_get_entry(piece, "locations")))
             own[rank].append((there, size))
-    except (TypeError, ValueError, KeyError, AttributeError) as e:
+    except (TypeError, ValueError, LookupError, AttributeError) as e:
         raise Corrupt(f"{what}: its affine_map has another form than DeepSpeed's ({e}).", code="CKPT0406") from None
     for box, held in found.items():
         if stated[box] != {tuple(sorted(held))}:

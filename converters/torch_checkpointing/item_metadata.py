@@ -132,7 +132,7 @@ def read_metadata(source: Source) -> tuple[int, dict[str, Item]]:
     try:
         found = pickles.load(data, what=what)[0]
         return _parse_metadata(found, what)
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
+    except (LookupError, TypeError, ValueError, AttributeError) as e:
         raise Corrupt(
             f"{what}: not the metadata of torch_checkpointing ({type(e).__name__}: {e}).", code="CKPT0406"
         ) from None

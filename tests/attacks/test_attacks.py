@@ -148,6 +148,8 @@ DCP: dict[str, Case] = {
     "metadata that is a dict": Case(raw_metadata(lambda c: pickle.dumps({"a": 1})), Corrupt, "holds a dict, not the metadata"),
     "metadata that is garbage": Case(raw_metadata(lambda c: b"\xff" * 50), Unsafe, "pickle instruction 0xff"),
     "metadata with nothing in it": Case(metadata(lambda m, _: m.__dict__.clear()), Corrupt, "not the metadata of a DCP checkpoint"),
+    "a tensor's properties without a field": Case(files(lambda f: replace_bytes(f / ".metadata", b"R\x94\x89t\x94b", b"R\x941)\x94b")), Corrupt, "memory format"),
+    "an object for a tensor's properties": Case(metadata(lambda m, _: setattr(m.state_dict_metadata["model.b"], "properties", m.state_dict_metadata[LR])), Corrupt, "the properties of "),
     "only .metadata.tmp": Case(files(lambda f: os.rename(f / ".metadata", f / ".metadata.tmp")), NotRecognised, "interrupted before its end"),
     "deep metadata": Case(raw_metadata(lambda c: DEEP), Unsafe, "nested deeper than 100"),
     "deep metadata, large": Case(raw_metadata(lambda c: b"\x80\x02N" + b"\x85" * 2_500_000 + b"."), Corrupt, ""),

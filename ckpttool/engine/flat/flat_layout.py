@@ -462,7 +462,7 @@ def parse_layout_json(data: bytes, what: str) -> FlatLayout:
     """
     try:
         return _convert_layout(parse(data, what), what)
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
+    except (LookupError, TypeError, ValueError, AttributeError) as e:
         raise Corrupt(
             f"{what} is not a flat layout of FSDP1 ({type(e).__name__}: {e}). It is written inside the job: "
             'json.dump(ckpttool.describe_fsdp1(model), open("flat_layout.json", "w")).',

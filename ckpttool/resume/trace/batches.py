@@ -357,7 +357,7 @@ def _open_jsonl_rows(
             tokens = {"input_ids": [int(t) for t in ids], "labels": [int(t) for t in found.get("labels", ids)]}
         except UsageError:
             raise
-        except (Corrupt, Unsafe, ValueError, KeyError, TypeError, AttributeError):
+        except (Corrupt, Unsafe, ValueError, LookupError, TypeError, AttributeError):
             raise UsageError(
                 f'{argument("data", path)}, line {k + 1}: not an object with "input_ids" or "text", as every line must '
                 "be.",

@@ -262,7 +262,7 @@ def read_reference(path: str | os.PathLike[str], at: int | None = None, later: i
             elif kind == "step":
                 step = _parse_step(record)
                 steps[step.step] = step
-        except (TypeError, ValueError, KeyError, AttributeError) as e:
+        except (TypeError, ValueError, LookupError, AttributeError) as e:
             raise Corrupt(
                 f"{os.fspath(path)}, line {number}: not a record of ckpttool.Recorder ({e!r}).", code="CKPT0429"
             ) from None
