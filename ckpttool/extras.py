@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 from .errors import MissingPackage
 
-__all__ = ["explain_missing_package", "is_installed", "require_packages"]
+__all__ = ["explain_missing_package", "get_installed_version", "is_installed", "require_packages"]
 
 #: The extra of ckpttool that brings a package, by the name that it is imported by.
 _EXTRA = {
@@ -31,6 +31,16 @@ _EXTRA = {
 def is_installed(package: str) -> bool:
     """Tell whether a package can be imported, by the name that `import` takes; it is not imported."""
     return find_spec(package) is not None
+
+
+def get_installed_version(distribution: str) -> str | None:
+    """Return the version of an installed package, by the name that pip knows; None if it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def explain_missing_package(what: str, *packages: str, why: str = "") -> MissingPackage:

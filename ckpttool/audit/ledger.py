@@ -22,7 +22,6 @@ has no end (`find_unfinished_change`).
 from __future__ import annotations
 
 import errno
-import getpass
 import json
 import os
 import re
@@ -54,6 +53,7 @@ from ..errors import (
 from ..storage import objects, urls
 from ..storage.destination_protocol import write_error
 from ..storage.local_file import sync_folder
+from .provenance import get_current_user
 from .retention import format_time, parse_time
 
 __all__ = [
@@ -180,7 +180,7 @@ class Turn:
                 f"An entry of the ledger needs an event and the file name of an archive, not {archive!r}.",
                 code="CKPT0203",
             )
-        facts = {"event": event, "archive": archive, "by": _get_current_user(), **facts}
+        facts = {"event": event, "archive": archive, "by": f"{get_current_user()}@{socket.gethostname()}", **facts}
         if self._fd is None:
             entry = _append_to_object(self.store, facts, following)
         else:
@@ -429,15 +429,6 @@ def _describe_difference(known: Mapping[str, Any], line: Mapping[str, Any]) -> s
 def _get_ledger_path(store: str) -> str:
     """Return the path of a store's ledger; of an object store, the URL without credentials, for messages."""
     return f"{urls.redact_url(store).rstrip('/')}/{FILE}" if urls.is_url(store) else os.path.join(store, FILE)
-
-
-def _get_current_user() -> str:
-    """Return "user@host" of this process."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError, ImportError):
-        user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}"
 
 
 def _encode_canonical_json(entry: LedgerEntry) -> bytes:

@@ -16,6 +16,7 @@ from typing import Any
 from .. import bounded_json
 from .._version import __version__
 from ..errors import Corrupt, Unsafe
+from ..extras import get_installed_version
 from ..huggingface import model_files
 from ..index.checkpoint import Checkpoint, joined, tied_weights
 from ..index.names import COMPONENTS, step_count
@@ -23,7 +24,14 @@ from ..storage.source import Source
 from . import manifest, retention, tarball
 from .archive_options import ArchiveOptions
 
-__all__ = ["collect_provenance", "decode_config_files", "decode_provenance", "encode_provenance", "get_member_mtime"]
+__all__ = [
+    "collect_provenance",
+    "decode_config_files",
+    "decode_provenance",
+    "encode_provenance",
+    "get_current_user",
+    "get_member_mtime",
+]
 
 _PACKAGES = ("torch", "transformers", "deepspeed", "safetensors", "zstandard", "blake3")
 _DEEPEST = 64  # parts of a path
@@ -69,8 +77,8 @@ def collect_provenance(
         "modified": retention.format_time(datetime.fromtimestamp(mtime, UTC)),
     }
     out["step"] = step_count(ckpt.value)
-    out["made_on"] = {"host": socket.gethostname(), "user": _get_current_user(), "system": platform.platform()}
-    installed = {name: found for name in _PACKAGES if (found := _get_installed_version(name))}
+    out["made_on"] = {"host": socket.gethostname(), "user": get_current_user(), "system": platform.platform()}
+    installed = {name: found for name in _PACKAGES if (found := get_installed_version(name))}
     out["versions"] = {"python": platform.python_version(), **installed}
     out["notes"] = list(ckpt.notes)
     out["order"] = list(ckpt.tensors)
@@ -91,23 +99,13 @@ def _encode_config_file(data: bytes) -> dict[str, str]:
         return known | {"base64": base64.b64encode(data).decode()}
 
 
-def _get_installed_version(name: str) -> str | None:
-    """Return the version of an installed package; None if it is not installed."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _get_current_user() -> str:
+def get_current_user() -> str:
     """Return the name of the user, or the user ID if it has no name."""
     import getpass
 
     try:
         return getpass.getuser()
-    except (KeyError, OSError):
+    except (KeyError, OSError, ImportError):
         return str(os.getuid())
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import platform
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from .._version import __version__
+from ..extras import get_installed_version
 
 __all__ = ["describe_versions"]
 
@@ -40,13 +40,5 @@ def describe_versions() -> dict[str, Any]:
         "flat layout": FLAT_LAYOUT_VERSION,
         "plan, journal": __version__,
     }
-    packages = {name: _get_installed_version(name) for name in _PACKAGES}
+    packages = {name: get_installed_version(name) for name in _PACKAGES}
     return {"ckpttool": __version__, "python": platform.python_version(), "packages": packages, "formats": formats}
-
-
-def _get_installed_version(name: str) -> str | None:
-    """Return the version of an installed package; None where it is not installed."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

@@ -148,14 +148,14 @@ class _PageOfXml(_BoundedAnswer):
     most = _MOST_XML_BYTES
 
 
-async def _count_request(session: Any, context: Any, params: aiohttp.TraceRequestStartParams) -> None:
-    """Count a request against the current budget, if there is one, before it is sent; a hook of aiohttp.
+async def _check_request_allowed(session: Any, context: Any, params: aiohttp.TraceRequestStartParams) -> None:
+    """Check that the current budget, if there is one, allows another request; a hook of aiohttp, before each is sent.
 
     Raises:
         RemoteError: the time for all requests has passed.
     """
     if (budget := current_budget()) is not None:
-        budget.count_request()
+        budget.check_request_allowed()
 
 
 async def _strip_credentials(session: Any, context: Any, params: aiohttp.TraceRequestRedirectParams) -> None:
@@ -174,7 +174,7 @@ async def _strip_credentials(session: Any, context: Any, params: aiohttp.TraceRe
 def _make_trace_configs() -> list[aiohttp.TraceConfig]:
     """Return a list of one aiohttp.TraceConfig with this module's hooks for requests and redirects."""
     trace = aiohttp.TraceConfig()
-    trace.on_request_start.append(_count_request)
+    trace.on_request_start.append(_check_request_allowed)
     trace.on_request_redirect.append(_strip_credentials)
     return [trace]
 

@@ -108,8 +108,8 @@ class RequestBudget:
         data, otherwise `stall_seconds` of `LIMITS`."""
         return LIMITS.write_seconds if self.writes else LIMITS.stall_seconds
 
-    def count_request(self) -> None:
-        """Check that the budget allows another request; called before each request is sent. Nothing is counted.
+    def check_request_allowed(self) -> None:
+        """Check that the budget allows another request; to be called before each is sent.
 
         Raises:
             RemoteError: the time for all requests of this question has passed.

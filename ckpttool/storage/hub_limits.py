@@ -59,7 +59,7 @@ def _before_request(request: Any) -> None:
         RemoteError: the time for all requests has passed.
     """
     if (budget := current_budget()) is not None:
-        budget.count_request()
+        budget.check_request_allowed()
         request.headers["Accept-Encoding"] = "identity"
 
 
