@@ -16,12 +16,12 @@ except FileNotFoundError:  # the folder was removed, and Python left it out
 
 import gc
 import signal
-from typing import Any, NoReturn
+from typing import NoReturn
 
 __all__ = ["main"]
 
 
-def _exit_on_signal(signum: int, frame: Any) -> NoReturn:
+def _exit_on_signal(signum: int, frame: object) -> NoReturn:
     """End the process at once with exit code 130 and a message; a signal handler."""
     text = "interrupted; nothing was changed."
     if "--json" in sys.argv:

@@ -101,7 +101,7 @@ def _extract_structure(data: bytes) -> tuple[bytes, int]:
     return found, strings
 
 
-def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Make a dict of the (key, value) pairs of one JSON object; a hook of `json.loads`.
 
     Raises:

@@ -108,7 +108,7 @@ def parse_size(text: str) -> int:
 
 
 def option(
-    default: Any,
+    default: object,
     help: str,
     panel: str | None = None,
     *,
@@ -447,7 +447,7 @@ class WriteRequest:
         commas=True,
     )
     expected: Mapping[str, str] | None = None  # {tensor: BLAKE3 in hex} that the source must have
-    change: Mapping[str, Callable[[Page], Any]] | None = None  # {glob: what computes the tensor's numbers}
+    change: Mapping[str, Callable[[Page], object]] | None = None  # {glob: what computes the tensor's numbers}
 
     def __post_init__(self) -> None:
         for name in ("world_size", "vocab_size"):
@@ -618,7 +618,7 @@ class _Writing(_ToLayout, total=False):
     set_values: Mapping[str, object] | None
     reset: Iterable[str] | None
     expected: Mapping[str, str] | None
-    change: Mapping[str, Callable[[Page], Any]] | None
+    change: Mapping[str, Callable[[Page], object]] | None
 
 
 # Those of running.
@@ -769,7 +769,7 @@ def list_keywords(function: F, others: tuple[Any, ...] = ()) -> F:
     names = {p.name for p in (*explicit, *keywords)}
 
     @wraps(function)
-    def call(*arguments: Any, **given: Any) -> Any:
+    def call(*arguments: object, **given: object) -> Any:
         for name in given:
             if name not in names:
                 raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}")

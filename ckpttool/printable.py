@@ -65,7 +65,7 @@ def printable_lines(text: str) -> str:
     return "\n".join(map(printable, text.split("\n")))
 
 
-def printable_json(data: Any, default: Callable[[Any], Any] | None = None, depth: int | None = None) -> str:
+def printable_json(data: object, default: Callable[[object], object] | None = None, depth: int | None = None) -> str:
     """Return data as indented JSON: letters of every script stay as they are, and what does not print becomes an escape
     of JSON.
 
@@ -81,7 +81,7 @@ def printable_json(data: Any, default: Callable[[Any], Any] | None = None, depth
     return "\n".join(line if line.isprintable() else _escape_as_json(line) for line in text.split("\n"))
 
 
-def _iterate_json_pieces(data: Any, depth: int, level: int) -> Iterator[str]:
+def _iterate_json_pieces(data: object, depth: int, level: int) -> Iterator[str]:
     """Yield pieces of data as JSON whose containers from level `depth` on are one line each; `level` is that of the
     entries of `data`."""
     if depth < level or not data or not isinstance(data, (dict, list)):
@@ -101,7 +101,7 @@ def _escape_as_json(line: str) -> str:
     return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
 
 
-def replace_non_finite_numbers(data: Any) -> Any:
+def replace_non_finite_numbers(data: object) -> Any:
     """Return plain data in which numbers that JSON does not have (infinities and NaN) are replaced by text."""
     if isinstance(data, dict):
         return {k: replace_non_finite_numbers(v) for k, v in data.items()}

@@ -239,9 +239,9 @@ class _Writing:
     values: bytes
     mtime: int
     step: int | None
-    story: dict[str, Any]
+    story: dict[str, object]
     kept: bytes | None
-    retained: dict[str, Any] | None
+    retained: dict[str, object] | None
     sinks: list[FrameWriter] = field(default_factory=list)
     sent: int = 0  # bytes of the archive so far
 

@@ -236,7 +236,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     )
 
 
-def _explain_unloadable(x: Any) -> str | None:
+def _explain_unloadable(x: object) -> str | None:
     """Return why torch.load(weights_only=True) would refuse a value; None where it would not."""
     todo = [x]
     while todo:

@@ -302,7 +302,7 @@ class _Reading:
         _, dps, tps = self._check_ranks(names, sizes, bool(ranges))
         state: dict[tuple[str, str], list[_Held]] = {}
         dtypes: dict[tuple[str, str], str] = {}
-        steps: dict[tuple[str, str], tuple[Any, Any]] = {}
+        steps: dict[tuple[str, str], tuple[object, object]] = {}
         groups: list[tuple[dict[str, Any], dict[str, None]]] = []
         self.source.prefetch_ends(f"optimizer/{n}" for n in names)
         for file in names:
@@ -401,7 +401,7 @@ class _Reading:
                 return found
         raise ValueError(f"the optimizer has {name}, which the model does not have")
 
-    def _check_ranks(self, names: list[str], sizes: Mapping[str, Any], zero: bool) -> list[int]:
+    def _check_ranks(self, names: list[str], sizes: Mapping[str, object], zero: bool) -> list[int]:
         """Return the numbers of pipeline, data and tensor parallel ranks, after a check that each rank has a file.
 
         Args:
@@ -432,7 +432,7 @@ class _Reading:
         return many
 
     def _add_replicated_number(
-        self, steps: dict[tuple[str, str], tuple[Any, Any]], name: str, slot: str, number: int, x: Any
+        self, steps: dict[tuple[str, str], tuple[object, object]], name: str, slot: str, number: int, x: object
     ) -> None:
         """Add a number that all ranks have (the step) to `steps`, or compare it with the one that is there.
 
@@ -503,7 +503,7 @@ class _Reading:
             raise Corrupt(f"{self.source.root}/{file} is not what nanotron writes.", code="CKPT0406")
         return found
 
-    def _get_object(self, file: str, found: dict[str, Any], key: str) -> dict[str, Any]:
+    def _get_object(self, file: str, found: dict[str, object], key: str) -> dict[str, Any]:
         """Return the object under a key in a JSON file; {} if the key is missing or null.
 
         Args:
@@ -519,7 +519,7 @@ class _Reading:
             raise Corrupt(f'{self.source.root}/{file}: "{key}" is no object, which nanotron writes.', code="CKPT0406")
         return inner or {}
 
-    def _add_leaves(self, path: Path, number: int, tree: Any) -> None:
+    def _add_leaves(self, path: Path, number: int, tree: object) -> None:
         """Add the leaves of a nested value in file number `number` to the index, below a path."""
         what = f"{self.source.root}/{self.files[number]}"
         found, records = stored_tensors.read_leaves(tree, path, number, self.source.reader_of(self.files[number]), what)
@@ -527,7 +527,7 @@ class _Reading:
         for at, leaf in found.items():
             self._add_leaf(at, leaf)
 
-    def _add_leaf(self, path: Path, leaf: Any) -> None:
+    def _add_leaf(self, path: Path, leaf: object) -> None:
         """Add a tensor or a value to the index at a path; an entry that is there is replaced."""
         if isinstance(leaf, TensorEntry):
             self.tensors[joined(path)] = leaf
@@ -548,7 +548,7 @@ def _parse_slice(text: str, n: int) -> tuple[int, int]:
     return a, b
 
 
-def _to_plain_dicts(x: Any) -> Any:
+def _to_plain_dicts(x: object) -> object:
     """Return the content of a file of random states, with nanotron's RandomStates and RandomState replaced by their
     dicts."""
     if isinstance(x, Opaque) and x.cls.module == "nanotron.random" and isinstance(x.state, dict):

@@ -183,7 +183,7 @@ def group_rank_files(names: Iterable[str]) -> list[RankFileGroup]:
     return [RankFileGroup(g.pattern, dict(sorted(g.ranks.items()))) for g in found.values()]
 
 
-def load_rank_file(files: Files, name: str) -> Any:
+def load_rank_file(files: Files, name: str) -> object:
     """Unpickle one file, given by its path below the source; sharded tensors stay plain data instead of being built.
 
     Raises:
@@ -364,7 +364,7 @@ def _refuse_exchanged_files(files: Files, group: RankFileGroup, allow_equal_rank
     )
 
 
-def _split_roles(tree: dict[Any, Any]) -> dict[str, Any]:
+def _split_roles(tree: dict[Any, Any]) -> dict[str, object]:
     """Split what a rank's file holds by role; return {role: the part of `tree` that has it}, with those of the roles
     "model", "optim" and "rest" that it has."""
     if "state" in tree and "param_groups" in tree:
@@ -401,7 +401,7 @@ def has_model_or_optimizer(source: Source, groups: list[RankFileGroup]) -> bool:
     return False
 
 
-def _is_flat_or_sharded(tree: dict[Any, Any]) -> bool:
+def _is_flat_or_sharded(tree: dict[object, object]) -> bool:
     """Return whether the model in a rank's file consists of flat parameters (FairScale's) or sharded tensors."""
     return any(is_sharded(v) for v in tree.values()) or "shard_metadata" in tree
 
@@ -632,7 +632,7 @@ def record_other_copies(unlike: Sequence[DifferentCopy], ckpt: Checkpoint) -> No
     ckpt.others = list(found)
 
 
-def assemble_slot(files: Files, ranks: list[Rank], name: str, column: Column) -> Any:
+def assemble_slot(files: Files, ranks: list[Rank], name: str, column: Column) -> object:
     """Assemble one slot of an optimizer: a tensor in the shape of its parameter, or one value for the parameter
     (`step`).
 
@@ -668,7 +668,7 @@ def assemble_slot(files: Files, ranks: list[Rank], name: str, column: Column) ->
     return files.entry(there[0][0].file, first) if isinstance(first, StoredTensor) else first
 
 
-def read_inline(files: Files, file: int, x: object) -> Any:
+def read_inline(files: Files, file: int, x: object) -> object:
     """Return `x` with its bytes in memory if it is a tensor in file number `file`; any other value is returned
     unchanged."""
     return stored_tensors.inline_tensors(x, files.reader(file), files.path(file)) if isinstance(x, StoredTensor) else x
@@ -683,7 +683,7 @@ def format_step(x: object) -> str:
     return short(x)
 
 
-def merge_other_state(files: Files, groups: dict[str, list[Rank]], taken: Mapping[Path, Any]) -> Leaves:
+def merge_other_state(files: Files, groups: dict[str, list[Rank]], taken: Mapping[Path, object]) -> Leaves:
     """Merge scheduler, counters and random states: what is the same on all ranks once, anything else by rank.
 
     Args:

@@ -176,7 +176,7 @@ class _Reading:
             Corrupt: manifest and files contradict. Unsupported: ranks have tensors of their own under one name, and
                 `allow_equal_ranks` is not set.
         """
-        out: dict[Path, Any] = {}
+        out: dict[Path, object] = {}
         differing: list[str] = []
         copies: list[str] = []
         whole = {
@@ -255,7 +255,7 @@ class _Reading:
                 out.append(Number(token) if is_number else token)
         return tuple(out)
 
-    def _fold_containers(self, out: dict[Path, Any]) -> None:
+    def _fold_containers(self, out: dict[Path, object]) -> None:
         """Put empty containers, and lists of plain values, into the leaves `out` as one value each.
 
         Raises:
@@ -283,7 +283,7 @@ class _Reading:
 
     # ---------------------------------------------------------------------------------------------------- entries
 
-    def _read_leaf(self, path: Path, entry: _Entry) -> dict[Path, Any]:
+    def _read_leaf(self, path: Path, entry: _Entry) -> dict[Path, object]:
         """Return {path: leaf} of an entry that is whole: one leaf, or those of an object with tensors in it.
 
         Raises:
@@ -338,7 +338,7 @@ class _Reading:
             raise Corrupt(f"{what}: no rank has a shard of it.", code="CKPT0408")
         return self._make_tensor(path, list(shards.values()), shape, what)
 
-    def _make_tensor(self, path: Path, boxes: Any, shape: tuple[int, ...], what: str) -> TensorEntry:
+    def _make_tensor(self, path: Path, boxes: object, shape: tuple[int, ...], what: str) -> TensorEntry:
         """Return the entry of a tensor whose chunks are the given boxes.
 
         Args:
@@ -434,7 +434,7 @@ class _Reading:
             )
         return name
 
-    def _has_equal_leaves(self, a: Mapping[Path, Any], b: Mapping[Path, Any]) -> bool:
+    def _has_equal_leaves(self, a: Mapping[Path, object], b: Mapping[Path, object]) -> bool:
         """Return whether two ranks have equal leaves, {path: leaf}: equal values, and equal bytes of small tensors.
         Tensors of more than 64 bytes count as different."""
         if a.keys() != b.keys():
@@ -460,18 +460,18 @@ class _Reading:
         )
 
 
-def _list_text_keys(container: _Entry) -> list[Any]:
+def _list_text_keys(container: _Entry) -> list[object]:
     """Return the keys of a dict in the manifest that are text; its others are integers."""
     keys = container.get("keys")
     return [k for k in keys if isinstance(k, str)] if isinstance(keys, list) else []
 
 
-def _with_path(path: Path, leaf: Any) -> Any:
+def _with_path(path: Path, leaf: object) -> object:
     """Return a leaf that knows its path, if it is a tensor; a value as it is."""
     return replace(leaf, path=path) if isinstance(leaf, TensorEntry) else leaf
 
 
-def _parse_numbers(found: Any, what: str) -> tuple[int, ...]:
+def _parse_numbers(found: object, what: str) -> tuple[int, ...]:
     """Return a shape, offsets or sizes from a list in the manifest; `what` names its entry in messages.
 
     Raises:
@@ -482,7 +482,7 @@ def _parse_numbers(found: Any, what: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _parse_box(shard: Any, what: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _parse_box(shard: object, what: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return (offsets, sizes) of a shard or a chunk; `what` names its entry in messages.
 
     Raises:
@@ -496,7 +496,7 @@ def _parse_box(shard: Any, what: str) -> tuple[tuple[int, ...], tuple[int, ...]]
     return offsets, sizes
 
 
-def _parse_primitive(kind: str, text: Any, what: str) -> Any:
+def _parse_primitive(kind: str, text: object, what: str) -> object:
     """Return a value that lies in the manifest as text.
 
     Args:

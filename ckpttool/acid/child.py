@@ -36,7 +36,7 @@ __all__ = ["describe_value", "main"]
 CANARY = "acid-canary"
 
 
-def describe_value(value: Any) -> Any:
+def describe_value(value: object) -> object:
     """Return a value that a program has loaded as plain data, to compare it.
 
     Returns:
@@ -54,7 +54,7 @@ def describe_value(value: Any) -> Any:
     return value if isinstance(value, str | bool | int | float | None) else repr(value)[:200]
 
 
-def _import_program(path: str) -> Any:
+def _import_program(path: str) -> object:
     """Import the Python file at `path`, and return the module.
 
     Raises:
@@ -69,7 +69,7 @@ def _import_program(path: str) -> Any:
     return module
 
 
-def _describe_program(module: Any, path: str) -> dict[str, Any]:
+def _describe_program(module: object, path: str) -> dict[str, object]:
     """Return the first answer of this process: the name, the functions and the claims of the tested program.
 
     Args:
@@ -92,7 +92,7 @@ def _as_list_of_texts(given: Any) -> list[str]:
     return [given] if isinstance(given, str) else list(given)
 
 
-def _read_expected_tensors(folder: str) -> dict[str, Any]:
+def _read_expected_tensors(folder: str) -> dict[str, object]:
     """Return {name: tensor} of a case, for the function `save` of the tested program.
 
     The tensors are those of torch if the program has imported it, otherwise arrays of numpy.
@@ -104,7 +104,7 @@ def _read_expected_tensors(folder: str) -> dict[str, Any]:
     return dict(read(os.path.join(folder, "expected.safetensors")))
 
 
-def _call_function(module: Any, request: Mapping[str, Any]) -> dict[str, Any]:
+def _call_function(module: Any, request: Mapping[str, Any]) -> dict[str, object]:
     """Call the function of the tested program that a request names, and return what it returned.
 
     Returns:
@@ -140,7 +140,7 @@ def _shorten_error(error: BaseException) -> str:
     return text if len(text) < 1000 else f"{text[:400]} ...\n{text[-600:]}"
 
 
-def _answer_in_fork(module: Any, request: Mapping[str, Any], report: str) -> None:
+def _answer_in_fork(module: object, request: Mapping[str, object], report: str) -> None:
     """Answer a request in this process, a fork, and end the process.
 
     Args:
@@ -180,7 +180,7 @@ def _wait_for_process(child: int, seconds: float) -> tuple[bool, int]:
     return bool(ended), status
 
 
-def _answer_request(module: Any, request: dict[str, Any]) -> dict[str, Any]:
+def _answer_request(module: Any, request: dict[str, Any]) -> dict[str, object]:
     """Return the answer to a request: copy the case to a temporary folder, call the function there in a fork, and look
     for the canary."""
     with tempfile.TemporaryDirectory(prefix="acid-") as work:

@@ -78,7 +78,7 @@ class Expected:
     """
 
     tensors: Mapping[str, list[Any]]
-    widened: Mapping[str, list[Any]]
+    widened: Mapping[str, list[object]]
     values: Mapping[str, Any]
     stored: Mapping[str, list[Any]]
 
@@ -210,7 +210,7 @@ def read_expected_state(case: Case) -> Expected | None:
     return Expected(tensors, widened, values, stored)
 
 
-def _read_tensor_digests(folder: Path, name: str) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+def _read_tensor_digests(folder: Path, name: str) -> tuple[dict[str, list[object]], dict[str, list[object]]]:
     """Hash the tensors of a safetensors file.
 
     Args:
@@ -225,7 +225,7 @@ def _read_tensor_digests(folder: Path, name: str) -> tuple[dict[str, list[Any]],
     with open_source(str(folder)) as source:
         found = read_slots(source, name)
     tensors: dict[str, list[Any]] = {}
-    widened: dict[str, list[Any]] = {}
+    widened: dict[str, list[object]] = {}
     for key, slot in found.items():
         body = data[slot.offset : slot.offset + slot.length]
         wide = np.frombuffer(body, numpy_dtype(slot.dtype)).astype(np.float32).tobytes()

@@ -65,7 +65,7 @@ class AcidResult:
         """Whether no verdict is a failure: wrong, lost, accepted, ran code, crashed or hung."""
         return not any(v in FAILURES for row in self.rows for v in row.verdicts.values())
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the result as plain data, as --json prints it."""
         return {
             "program": self.program,

@@ -57,7 +57,7 @@ class Row:
         if reason:
             self.reasons |= dict.fromkeys(columns[:1], reason)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the row as plain data, as --json prints it."""
         return {
             "case": self.case.name,
@@ -209,7 +209,7 @@ def _judge_state(
         row.add([function], *next((v for v in verdicts.values() if v[0] != "right"), ("right", "")))
 
 
-def _get_expected_entries(expected: Expected, part: str, found: Collection[str] = ()) -> Mapping[str, Any]:
+def _get_expected_entries(expected: Expected, part: str, found: Collection[str] = ()) -> Mapping[str, object]:
     """Return {name: its digest or value} of the entries of a part that are expected.
 
     Args:
@@ -233,7 +233,7 @@ def _list_missing_names(case: Case, wanted: Collection[str], found: Collection[s
     return set(wanted) - set(found) - tied
 
 
-def _describe_difference(found: Any, wanted: Any) -> str:
+def _describe_difference(found: object, wanted: object) -> str:
     """Return how a digest or value differs from the expected one, as text for a reason."""
     if isinstance(found, list) and isinstance(wanted, list) and found[:2] == wanted[:2]:
         return "other elements"

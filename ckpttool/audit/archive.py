@@ -521,7 +521,7 @@ def _read_facts_from_sidecar(source: Source, file: str) -> ArchiveFacts:
 
 
 #: Whether a value of the sidecar is of the kind of a field of Facts.
-_FITS: dict[str, Callable[[Any], bool]] = {
+_FITS: dict[str, Callable[[object], bool]] = {
     "str": lambda x: isinstance(x, str),
     "str | None": lambda x: x is None or isinstance(x, str),
     "int": lambda x: type(x) is int and x >= 0,

@@ -157,7 +157,7 @@ class ArchiveHasher:
         """
         self._hash_frames(walk_file(self.source, self.file, jobs), progress)
 
-    def hash_part(self, first: int, stop: int, jobs: int) -> dict[str, Any]:
+    def hash_part(self, first: int, stop: int, jobs: int) -> dict[str, object]:
         """Read and hash frames `first` to `stop` - 1 with `jobs` threads; both ends must be boundaries of members.
 
         Returns:

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any
 
 from ..engine.copy.fill import silent
 from ..errors import (
@@ -160,7 +159,7 @@ def _find_expected_archives(history: History) -> dict[str, ledger.LedgerEntry]:
     return dict(sorted(({n: held[0] for n, held in history.files.items()} | out).items()))
 
 
-def _make_missing_row(name: str, line: Mapping[str, Any], history: History) -> ListingRow:
+def _make_missing_row(name: str, line: Mapping[str, object], history: History) -> ListingRow:
     """Return the listing row of a missing archive; `line` is the ledger line, or the hold, that names it."""
     standing = RetentionStatus.of(name, None, history.events(name))
     row = ListingRow(name, None, standing.retain_until, tuple(standing.holds), standing.verified, None, missing=True)
@@ -219,7 +218,7 @@ def read_hold_events(source: Source, name: str) -> list[ledger.LedgerEntry]:
     return [{"event": "hold", "archive": name, **h} for h in sidecar.read_holds(source, name)]
 
 
-def get_listing_sort_key(row: ListingRow) -> tuple[Any, ...]:
+def get_listing_sort_key(row: ListingRow) -> tuple[object, ...]:
     """Return the sort key of a row: the newest archives come first, then those without a date, then the missing, then
     the damaged ones."""
     made = get_export_time(row.facts) if row.facts else None
@@ -454,13 +453,13 @@ class RetentionStatus:
         elif e["event"] == "hold":
             self.holds[str(e.get("reason"))] = None
 
-    def _extend_retention(self, until: Any) -> None:
+    def _extend_retention(self, until: object) -> None:
         """Extend the retention to the time `until`, if that is a text and later than the present end."""
         if isinstance(until, str) and (self.retain_until is None or until > self.retain_until):
             self.retain_until = until
 
 
-def _is_about_archive(e: Mapping[str, Any], known: ArchiveFacts) -> bool:
+def _is_about_archive(e: Mapping[str, object], known: ArchiveFacts) -> bool:
     """Return whether an event names the manifest hash and export time of the archive with these facts."""
     return e.get("manifest_sha256") == known.manifest_sha256 and e.get("created") == known.created
 

@@ -58,7 +58,7 @@ class ArchiveVerdict:
     warnings: list[str] = field(default_factory=list)
     workers: dict[str, Any] | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the fields as plain data, with "sound" (bool) and, if it is false, "error", as in JSON of the command
         line."""
         out = {"sound": not self.findings, **asdict(self)}

@@ -69,7 +69,7 @@ def _convert_by_block(data: memoryview | bytes, item: int, into: memoryview | No
     return out
 
 
-def _split_halves(words: Any, item: int) -> tuple[Any, Any]:
+def _split_halves(words: Any, item: int) -> tuple[object, object]:
     """Return (the lower halves, the upper halves) of words of `item` bytes. Words of 16 bytes are given as pairs of
     8."""
     if item == 16:
@@ -78,7 +78,7 @@ def _split_halves(words: Any, item: int) -> tuple[Any, Any]:
     return words.astype(half), (words >> (4 * item)).astype(half)
 
 
-def _split_block(data: Any, planes: Any, item: int) -> None:
+def _split_block(data: Any, planes: object, item: int) -> None:
     """Write the byte planes of a block, `data`, of elements of `item` bytes into `planes`; both are arrays of bytes."""
     _split_words_into_planes(data.view(f"<u{min(item, 8)}"), planes, item)
 

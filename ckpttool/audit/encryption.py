@@ -299,7 +299,7 @@ class _PieceWriter:
 def decrypt(
     source: Source,
     file: str,
-    identities: Sequence[Any],
+    identities: Sequence[object],
     write: Callable[[bytes], None],
     progress: Callable[[int, int], None],
 ) -> None:
@@ -412,7 +412,7 @@ def parse_recipients(texts: Sequence[str]) -> list[Any]:
     return out
 
 
-def _parse_recipient(text: str, what: str) -> Any:
+def _parse_recipient(text: str, what: str) -> object:
     """Parse one public key, and return it as an object of pyrage.
 
     Args:

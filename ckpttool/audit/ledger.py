@@ -157,7 +157,7 @@ class Turn:
         archive: str,
         *,
         following: Callable[[list[LedgerEntry]], Mapping[str, Any]] | None = None,
-        **facts: Any,
+        **facts: object,
     ) -> LedgerEntry:
         """Append an entry, durably, and return it.
 
@@ -204,7 +204,7 @@ def may_still_carry_out(entry: Mapping[str, Any]) -> bool:
     return -_SKEW < datetime.now(UTC) - parse_time(entry["time"]) < _ACTS_WITHIN
 
 
-def find_unfinished_change(entries: Sequence[Mapping[str, Any]], archive: str) -> Mapping[str, Any] | None:
+def find_unfinished_change(entries: Sequence[Mapping[str, Any]], archive: str) -> Mapping[str, object] | None:
     """Return the line that announced a deletion or replacement of an archive whose outcome no later line records.
 
     None if there is none that is less than an hour old: later, the run is assumed to have been killed.
@@ -269,7 +269,7 @@ def read_entries_or_none(store: str) -> list[LedgerEntry] | None:
     return None if data is None else _parse_chain(data, _get_ledger_path(store))
 
 
-def verify_chain(store: str, head: str | None = None) -> dict[str, Any]:
+def verify_chain(store: str, head: str | None = None) -> dict[str, object]:
     """Check that no line of a store's ledger was altered, removed or inserted.
 
     Args:
@@ -317,7 +317,7 @@ def verify_chain(store: str, head: str | None = None) -> dict[str, Any]:
     }
 
 
-def find_backward_times(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def find_backward_times(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
     """Return the lines whose time is more than five minutes before that of the preceding line.
 
     A clock was wrong when one of the two was written; the ledger does not show which.
@@ -374,7 +374,7 @@ def find_latest_records(entries: Sequence[LedgerEntry]) -> dict[str, LedgerEntry
     return {e["archive"]: e for e in entries if e["event"] in _RECORDS and isinstance(e.get("manifest_sha256"), str)}
 
 
-def match_archive(recorded: Mapping[str, LedgerEntry], name: str, known: Mapping[str, Any]) -> Match:
+def match_archive(recorded: Mapping[str, LedgerEntry], name: str, known: Mapping[str, object]) -> Match:
     """Compare an archive with the one that the ledger records under its name.
 
     Args:
@@ -404,7 +404,7 @@ def match_archive(recorded: Mapping[str, LedgerEntry], name: str, known: Mapping
     return Match("match", f"the archive that line {line['seq']} recorded on {line['time']}")
 
 
-def _describe_difference(known: Mapping[str, Any], line: Mapping[str, Any]) -> str:
+def _describe_difference(known: Mapping[str, object], line: Mapping[str, object]) -> str:
     """Return a text that says how an archive with the facts `known` differs from the one that a line records; "" if it
     does not."""
     for key in _HASHES:
@@ -672,7 +672,7 @@ def _get_ledger_url(store: str) -> str:
 
 
 def _append_to_object(
-    store: str, facts: LedgerEntry, following: Callable[[list[LedgerEntry]], Mapping[str, Any]] | None
+    store: str, facts: LedgerEntry, following: Callable[[list[LedgerEntry]], Mapping[str, object]] | None
 ) -> LedgerEntry:
     """Append an entry to the ledger of an object store, and return the entry.
 

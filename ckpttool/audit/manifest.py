@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..bounded_json import encode as encode_json
 from ..bounded_json import parse
@@ -107,7 +106,7 @@ def encode_manifest(found: Manifest, places: Mapping[str, plan.TensorPlace]) -> 
     )
 
 
-def _make_tensor_row(name: str, found: Manifest, place: plan.TensorPlace) -> dict[str, Any]:
+def _make_tensor_row(name: str, found: Manifest, place: plan.TensorPlace) -> dict[str, object]:
     """Return the entry of the tensor `name` in MANIFEST.json, as plain data."""
     t = found.tensors[name]
     row = {
@@ -123,7 +122,7 @@ def _make_tensor_row(name: str, found: Manifest, place: plan.TensorPlace) -> dic
     return row | {"planes": place.item} if place.item > 1 else row
 
 
-def _encode_json_lines(rows: Sequence[Any]) -> bytes:
+def _encode_json_lines(rows: Sequence[object]) -> bytes:
     """Return a JSON array as bytes, with one line for each row."""
     return b"[\n" + b",\n".join(b"  " + encode_json(r) for r in rows) + b"\n ]" if rows else b"[]"
 
@@ -165,7 +164,7 @@ def decode_manifest(data: bytes, what: str) -> Manifest:
         raise Corrupt(f"{what} is damaged ({type(e).__name__}: {ascii(str(e))[:80]}).", code="CKPT0425") from None
 
 
-def _parse_tensor(path: Path, dtype: Any, shape: Any, what: str) -> TensorEntry:
+def _parse_tensor(path: Path, dtype: object, shape: object, what: str) -> TensorEntry:
     """Check the path, dtype and shape of a tensor's row in a manifest, and return the tensor, without chunks.
 
     Args:
@@ -191,14 +190,14 @@ def _parse_tensor(path: Path, dtype: Any, shape: Any, what: str) -> TensorEntry:
     return TensorEntry(dtype, tuple(shape), path, Chunks(len(shape)))
 
 
-def _check_count(n: Any) -> int:
+def _check_count(n: object) -> int:
     """Return `n` if it is an integer from 0 to `MAX_NUMEL`, otherwise raise ValueError."""
     if type(n) is not int or not 0 <= n <= MAX_NUMEL:
         raise ValueError(f"{str(n)[:40]} is not a count")
     return n
 
 
-def _check_digest(text: Any) -> str:
+def _check_digest(text: object) -> str:
     """Return `text` if it is a digest of 64 digits in hex, otherwise raise ValueError."""
     if not isinstance(text, str) or len(text) != 64 or not set(text) <= set("0123456789abcdef"):
         raise ValueError(f"{str(text)[:80]!r} is not a digest")

@@ -70,7 +70,7 @@ def hash_with_workers(
         """Return the request for the part with this number, as JSON."""
         return json.dumps({**same, "first": parts[number].first, "stop": parts[number].stop})
 
-    results: dict[int, dict[str, Any]] = {}
+    results: dict[int, dict[str, object]] = {}
     again = run_parts(
         parts, results, request, workers, lambda done, total: progress("verify", done, total), hash_requested_part
     )
@@ -101,7 +101,7 @@ def hash_requested_part(request: str) -> str:
         return encode_error(e)
 
 
-def _identify_archive(archive: Archive) -> list[Any]:
+def _identify_archive(archive: Archive) -> list[object]:
     """Return what identifies an archive on any machine: the hash of its manifest, and the identity of its file (size,
     time or version) without the device."""
     return [archive.manifest_sha256, *archive.identities()[archive.file][1:]]

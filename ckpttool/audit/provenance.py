@@ -39,7 +39,7 @@ _DEEPEST = 64  # parts of a path
 
 def collect_provenance(
     how: ArchiveOptions, now: datetime, mtime: int, ckpt: Checkpoint, source: Source, config: str | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the content of PROVENANCE.json for an export.
 
     A reproducible export records nothing about the files of the source, the machine or the user.
@@ -109,7 +109,7 @@ def get_current_user() -> str:
         return str(os.getuid())
 
 
-def encode_provenance(record: Mapping[str, Any]) -> bytes:
+def encode_provenance(record: Mapping[str, object]) -> bytes:
     """Return PROVENANCE.json with this content. Paths that are not UTF-8 are kept, as JSON escapes."""
     return bounded_json.encode(record, indent=1) + b"\n"
 
@@ -169,19 +169,19 @@ def decode_config_files(record: Mapping[str, Any], what: str) -> dict[str, bytes
     return out
 
 
-def _is_text(x: Any) -> bool:
+def _is_text(x: object) -> bool:
     return isinstance(x, str)
 
 
-def _is_list_of_texts(x: Any) -> bool:
+def _is_list_of_texts(x: object) -> bool:
     return isinstance(x, list) and all(map(_is_text, x))
 
 
-def _is_dict_of_texts(x: Any) -> bool:
+def _is_dict_of_texts(x: object) -> bool:
     return isinstance(x, dict) and all(map(_is_text, x.values()))
 
 
-def _is_count(x: Any) -> bool:
+def _is_count(x: object) -> bool:
     """Return whether a value is a number of things, of type int."""
     return type(x) is int and 0 <= x < 1 << 62
 
@@ -206,19 +206,19 @@ def _allow_none(fits: Any) -> Any:
     return lambda x: x is None or fits(x)
 
 
-def _is_entry_path(x: Any) -> bool:
+def _is_entry_path(x: object) -> bool:
     """Return whether a value is the path of an entry in a checkpoint: a list of strings and counts, not empty."""
     return isinstance(x, list) and 0 < len(x) <= _DEEPEST and all(type(p) is str or _is_count(p) for p in x)
 
 
-def _is_list_of_path_pairs(x: Any) -> bool:
+def _is_list_of_path_pairs(x: object) -> bool:
     """Return whether a value is a list of [path, path], of entries in a checkpoint."""
     return isinstance(x, list) and all(
         isinstance(r, list) and len(r) == 2 and _is_entry_path(r[0]) and _is_entry_path(r[1]) for r in x
     )
 
 
-def _is_source_record(x: Any) -> bool:
+def _is_source_record(x: object) -> bool:
     """Return whether a value describes the source of an export: a dict with exactly the expected fields and types."""
     kinds = {
         "path": _is_text,
@@ -232,7 +232,7 @@ def _is_source_record(x: Any) -> bool:
     return isinstance(x, dict) and x.keys() == kinds.keys() and all(fits(x[k]) for k, fits in kinds.items())
 
 
-def _is_dict_of_files(x: Any) -> bool:
+def _is_dict_of_files(x: object) -> bool:
     """Return whether a value is {name: {"sha256", and "text" or "base64"}}, all texts."""
     return isinstance(x, dict) and all(
         _is_dict_of_texts(f) and (f.keys() == {"sha256", "text"} or f.keys() == {"sha256", "base64"})
@@ -240,7 +240,7 @@ def _is_dict_of_files(x: Any) -> bool:
     )
 
 
-def _is_delta_record(x: Any) -> bool:
+def _is_delta_record(x: object) -> bool:
     """Return whether a value describes what a delta is made from, with the fields that `engine.difference` gives it."""
     return (
         isinstance(x, dict)

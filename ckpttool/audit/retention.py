@@ -135,7 +135,7 @@ def encode_retention(retain: str | None, hold: str | None, start: datetime) -> b
     return bounded_json.encode(parsed, indent=1) + b"\n"
 
 
-def decode_retention(data: bytes, what: str) -> dict[str, Any]:
+def decode_retention(data: bytes, what: str) -> dict[str, object]:
     """Return the content of RETENTION.json: {"schema", "retain_until", "retain", "legal_hold"}, checked.
 
     Args:
@@ -164,7 +164,7 @@ def decode_retention(data: bytes, what: str) -> dict[str, Any]:
     return parsed
 
 
-def make_object_lock_arguments(retention: dict[str, Any] | None, mode: str = "GOVERNANCE") -> dict[str, Any]:
+def make_object_lock_arguments(retention: dict[str, Any] | None, mode: str = "GOVERNANCE") -> dict[str, object]:
     """Return the arguments of S3's put_object that lock an object until its retention ends, and set its legal hold.
 
     {} if the archive has neither.

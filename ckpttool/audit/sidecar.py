@@ -91,7 +91,7 @@ def hash_ciphertext(source: Source, file: str, progress: Progress) -> dict[str, 
     }
 
 
-def encode_sidecar(archive: Mapping[str, Any], hashes: Mapping[str, Any]) -> bytes:
+def encode_sidecar(archive: Mapping[str, Any], hashes: Mapping[str, object]) -> bytes:
     """Return the content of the sidecar of an encrypted archive.
 
     Args:
@@ -147,7 +147,7 @@ def get_hold_file_name(file: str) -> str:
     return file + HOLD
 
 
-def encode_holds(file: str, held: Sequence[Mapping[str, Any]]) -> bytes:
+def encode_holds(file: str, held: Sequence[Mapping[str, object]]) -> bytes:
     """Return the content of the file with the legal holds of the archive `file`.
 
     Args:
@@ -182,7 +182,7 @@ def read_holds(source: Source, file: str) -> list[dict[str, Any]]:
     return [{k: h[k] for k in _HELD} for h in held]
 
 
-def _is_hold(h: Any) -> bool:
+def _is_hold(h: object) -> bool:
     """Return whether an entry of a hold file has the right fields and types."""
     return (
         isinstance(h, dict)

@@ -342,7 +342,7 @@ def _load_private_key(file: str, password: str | None) -> Any:
     return found
 
 
-def _refuse_curve(key: Any, file: str) -> None:
+def _refuse_curve(key: object, file: str) -> None:
     """Raise UsageError unless a key, from `file`, is on a curve that model-signing knows: P-256, P-384 or P-521."""
     curve = getattr(getattr(key, "curve", None), "name", None)
     if curve not in _CURVES:
@@ -444,7 +444,7 @@ def _make_hashing_config(lib: Any, name: str, resources: Sequence[tuple[str, str
     from model_signing._hashing.hashing import Digest
 
     class Listed(lib.manifest.Manifest):  # type: ignore[misc]
-        signed: Any = None
+        signed: object = None
 
         def __eq__(self, other: object) -> bool:
             self.signed = other
@@ -459,7 +459,7 @@ def _make_hashing_config(lib: Any, name: str, resources: Sequence[tuple[str, str
             items = [kind.new_item(path, Digest("sha256", bytes.fromhex(digest))) for path, digest in resources]
             self.manifest = Listed(name, items, kind)
 
-        def hash(self, model_path: Any, *, files_to_hash: Any = None) -> Any:
+        def hash(self, model_path: object, *, files_to_hash: object = None) -> Any:
             return self.manifest
 
     return Known()

@@ -4,7 +4,6 @@ machine."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import typer
 
@@ -73,7 +72,7 @@ def complete_entry_name(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 #: {metavar of an option: what completes its value}
-COMPLETIONS: dict[str | None, Callable[..., Any]] = {
+COMPLETIONS: dict[str | None, Callable[..., object]] = {
     "LAYOUT": _complete_layout,
     "DTYPE": _complete_dtype,
     "NAME|FILE": _complete_name_map,

@@ -52,7 +52,7 @@ def explain(
         say(f"{row['code']}  {row['title']}")
 
 
-def _find_entries(asked: str) -> list[dict[str, Any]]:
+def _find_entries(asked: str) -> list[dict[str, object]]:
     """Return the entries of the catalogue of errors that a text asks for.
 
     A code gives its entry. A general code, an exit code or the name of an error class gives the general entry, then

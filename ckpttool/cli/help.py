@@ -76,7 +76,7 @@ def get_about(command: Any) -> About | None:
     return getattr(command.callback, "about", None)
 
 
-def _write_examples(command: Any, formatter: Any) -> None:
+def _write_examples(command: object, formatter: Any) -> None:
     """Write the examples and exit codes of a command, if it has some, with click's formatter."""
     said = get_about(command)
     if said is None:
@@ -88,7 +88,7 @@ def _write_examples(command: Any, formatter: Any) -> None:
         formatter.write_dl([(str(code), text) for code, text in said.exits.items()])
 
 
-def _write_option_sections(command: Any, ctx: Any, formatter: Any) -> None:
+def _write_option_sections(command: Any, ctx: object, formatter: Any) -> None:
     """Write the arguments and options of a command to click's help formatter, in the sections that `rich_help_panel`
     names.
 
@@ -108,7 +108,7 @@ def _write_option_sections(command: Any, ctx: Any, formatter: Any) -> None:
             formatter.write_dl(rows[title], col_max=34)
 
 
-def _set_help_width(ctx: Any, formatter: Any) -> None:
+def _set_help_width(ctx: object, formatter: Any) -> None:
     """Set the width of click's help formatter to that of the terminal minus two columns, but at least 50 and at most
     108."""
     from shutil import get_terminal_size
@@ -124,11 +124,11 @@ class Command(TyperCommand):
         _set_help_width(ctx, formatter)
         super().format_help(ctx, formatter)
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
+    def format_options(self, ctx: object, formatter: object) -> None:
         """Write the options in sections."""
         _write_option_sections(self, ctx, formatter)
 
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+    def format_epilog(self, ctx: object, formatter: object) -> None:
         """Write examples and exit codes."""
         _write_examples(self, formatter)
 
@@ -153,7 +153,7 @@ class _Group(TyperGroup):
                 with formatter.section(title):
                     formatter.write_dl(here)
 
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+    def format_epilog(self, ctx: object, formatter: object) -> None:
         """Write examples and exit codes."""
         _write_examples(self, formatter)
 

@@ -72,7 +72,7 @@ class LayoutCommand(Command):
 
     @params.setter
     def params(self, own: list[Any]) -> None:
-        """Return the command's own options, then those of layouts, which are created at the first access."""
+        """Keep the command's own options; those of layouts are made again."""
         self._own, self._made = own, None
 
     _own: list[Any]
@@ -105,7 +105,7 @@ def _make_layout_options(targets: tuple[str, ...] | None) -> list[TyperOption]:
     return [_make_layout_option(flag, rows) for flag, rows in of.items()]
 
 
-def _make_layout_option(flag: str, rows: list[tuple[Layout, Field[Any]]]) -> TyperOption:
+def _make_layout_option(flag: str, rows: list[tuple[Layout, Field[object]]]) -> TyperOption:
     """Return the command-line option `flag`.
 
     Args:
@@ -126,7 +126,7 @@ def _make_layout_option(flag: str, rows: list[tuple[Layout, Field[Any]]]) -> Typ
     if size and isinstance(default, int):
         text += f"  [default: {default // 10**9}GB]"
 
-    def keep(ctx: Any, param: Any, value: Any) -> None:
+    def keep(ctx: Any, param: object, value: Any) -> None:
         """Keep the value that the user passed, in click's context, for `add_layout_options`; None: nothing was
         passed."""
         if value is not None:  # 0 and False are values

@@ -167,7 +167,7 @@ class _Command(CommandLine):
         return next((f"ckpttool {name}" for name, command in list_commands() if flag in list_flags(command)), None)
 
 
-def list_commands(group: Any = None, above: str = "") -> Iterator[tuple[str, Any]]:
+def list_commands(group: Any = None, above: str = "") -> Iterator[tuple[str, object]]:
     """Yield (its words after "ckpttool", such as "audit export", the command as an object of typer) for every command.
 
     Args:

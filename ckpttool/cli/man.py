@@ -54,7 +54,7 @@ def _describe_command(name: str, command: Any) -> list[str]:
     return lines + _describe_examples(command)
 
 
-def _describe_examples(command: Any) -> list[str]:
+def _describe_examples(command: object) -> list[str]:
     """Return the lines of roff with the examples and exit codes of a command; [] if it has none."""
     said = get_about(command)
     if said is None:

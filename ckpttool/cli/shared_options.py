@@ -68,7 +68,7 @@ def add_shared_options(*without: str, **defaults: object) -> Callable[[F], F]:
     return decorate
 
 
-def list_shared_options(request: Any, *without: str) -> list[Field[Any]]:
+def list_shared_options(request: Any, *without: str) -> list[Field[object]]:
     """Return the fields of a request that become command-line options.
 
     Args:
@@ -78,13 +78,13 @@ def list_shared_options(request: Any, *without: str) -> list[Field[Any]]:
     return [f for f in fields(request) if "help" in f.metadata and f.name not in without]
 
 
-def pick_keywords(function: Callable[..., Any], *requests: Any) -> dict[str, Any]:
+def pick_keywords(function: Callable[..., object], *requests: Any) -> dict[str, Any]:
     """Return {name: value} of those fields of the requests that are also parameters of a function."""
     names = inspect.signature(function).parameters
     return {f.name: getattr(r, f.name) for r in requests for f in fields(r) if f.name in names}
 
 
-def _make_parameter(f: Field[Any], default: object) -> inspect.Parameter:
+def _make_parameter(f: Field[object], default: object) -> inspect.Parameter:
     """Return the parameter of a command that sets a field of a request.
 
     Args:
@@ -97,7 +97,7 @@ def _make_parameter(f: Field[Any], default: object) -> inspect.Parameter:
     )
 
 
-def _make_option_annotation(f: Field[Any]) -> Any:
+def _make_option_annotation(f: Field[object]) -> object:
     """Return the annotation from which typer makes the option for a field: its type, flags and help."""
     said, named = f.metadata, str(f.type)
     kind: Any = str
@@ -121,7 +121,7 @@ def _make_option_annotation(f: Field[Any]) -> Any:
     return Annotated[kind | None if f.default is None else kind, made]
 
 
-def _has_two_flags(f: Field[Any]) -> bool:
+def _has_two_flags(f: Field[object]) -> bool:
     """Return whether a field is a switch with one flag that turns it on and one that turns it off ("--a/--b").
 
     In other fields, a slash separates alternative names of one option.
@@ -129,7 +129,7 @@ def _has_two_flags(f: Field[Any]) -> bool:
     return str(f.type).startswith("bool") and "/" in (f.metadata["flag"] or "")
 
 
-def _parse_option_value(f: Field[Any], given: Any) -> Any:
+def _parse_option_value(f: Field[Any], given: Any) -> object:
     """Convert the value of a command-line option to that of its field; None stays None.
 
     Args:
@@ -162,7 +162,7 @@ def _serve_if_worker(spec: str | None) -> str | None:
     return spec
 
 
-def _make_annotation_of_field(request: Any, name: str) -> Any:
+def _make_annotation_of_field(request: Any, name: str) -> object:
     """Return the annotation from which typer makes the option for the field `name` of a request."""
     return next(_make_option_annotation(f) for f in fields(request) if f.name == name)
 

@@ -120,7 +120,7 @@ def refuse_empty_arguments(arguments: Iterable[str]) -> None:
         before = text
 
 
-def parse_rules(rules: list[str], flag: str, form: str) -> dict[str, Any]:
+def parse_rules(rules: list[str], flag: str, form: str) -> dict[str, object]:
     """Return {left side: right side} of the values of a repeatable option, such as "GLOB=DTYPE".
 
     Args:
@@ -198,7 +198,7 @@ class Meter:
         self.close()
         self.seconds = time.monotonic() - self.created
 
-    def measure_costs(self) -> dict[str, Any]:
+    def measure_costs(self) -> dict[str, object]:
         """Return {"seconds": how long the run took, "peak_memory_mib": of this process}, for JSON. Call it after the
         `with` block."""
         return {"seconds": round(self.seconds, 3), "peak_memory_mib": measure_peak_memory()}
@@ -458,12 +458,12 @@ def print_unread_files(rows: list[dict[str, Any]], quiet: bool, of: str = "") ->
         note(f"note: {of}{text}", quiet)
 
 
-def print_json(data: Any) -> None:
+def print_json(data: object) -> None:
     """Print plain data as JSON on stdout; a value that JSON does not have is converted by `str`."""
     print(printable_json(data, default=str))  # noqa: T201
 
 
-def draw(*renderables: Any) -> None:
+def draw(*renderables: object) -> None:
     """Print tables and trees of rich on stdout. If that is not a terminal, lines are not wrapped."""
     on_screen = sys.stdout.isatty()
     screen = make_console(highlight=False, emoji=False, width=None if on_screen else 160)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from importlib import import_module
-from typing import Any
 
 from .._version import __version__
 from ..extras import get_installed_version
@@ -14,7 +13,7 @@ __all__ = ["describe_versions"]
 _PACKAGES = ("torch", "numpy", "safetensors", "transformers", "huggingface-hub", "deepspeed")
 
 
-def describe_versions() -> dict[str, Any]:
+def describe_versions() -> dict[str, object]:
     """Return the versions of ckpttool, Python, packages and file formats.
 
     docs/explanation/stability.md says which earlier formats are read.

@@ -8,7 +8,7 @@ import os
 import sys
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -72,7 +72,7 @@ def watch(
                 if request.metrics is not None:
                     write_metrics(request.metrics, text)
 
-        def report(event: dict[str, Any]) -> None:
+        def report(event: dict[str, object]) -> None:
             """Print an event on stdout, as a line of JSON or for people; the metrics have it then."""
             publish()
             for line in [json.dumps(event)] if as_json else map(printable, describe_event(event)):

@@ -75,9 +75,11 @@ class ConvertResult(Shown):
     compared: int = 0  # tensors whose digest was expected, and is that
     not_read: list[dict[str, Any]] = field(default_factory=list)  # files of the source, as `Unread.to_json` has them
     workers: dict[str, Any] | None = None  # of a run with several workers: coordinator.fill_with_workers
-    proof: dict[str, Any] | None = None  # that it computes the same: `LogitComparison.summarise`; None where not asked
+    proof: dict[str, object] | None = (
+        None  # that it computes the same: `LogitComparison.summarise`; None where not asked
+    )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Convert to plain data; what was dropped is {"name", "bytes", "why"}, as in a dry run, and what was changed
         {"name", "how"}."""
         dropped = [{"name": name, "bytes": nbytes, "why": why} for name, nbytes, why in self.dropped]
@@ -271,7 +273,7 @@ class _Filled:
     done_before: int  # tensors that an interrupted run had written
     filled_before: int  # parts that workers of an interrupted run had filled
     readable: bool  # whether it could be read before the commit
-    proof: dict[str, Any] | None  # that it computes what the source does
+    proof: dict[str, object] | None  # that it computes what the source does
 
     @property
     def continued(self) -> bool:
@@ -281,7 +283,7 @@ class _Filled:
 
 def _fill_destination(
     planned: Plan,
-    job: dict[str, Any] | None,
+    job: dict[str, object] | None,
     destination: Destination,
     writing: WriteRequest,
     running: RunOptions,
@@ -428,7 +430,7 @@ def _make_result(planned: Plan, filled: _Filled, where: str, running: RunOptions
 
 @contextmanager
 def _start_workers(
-    job: dict[str, Any] | None, draft: Draft, destination: Destination, running: RunOptions
+    job: dict[str, object] | None, draft: Draft, destination: Destination, running: RunOptions
 ) -> Iterator[Workers | None]:
     """While the block runs, provide workers that fill a draft, or None if this process does all of it.
 

@@ -160,8 +160,8 @@ class Difference(Shown):
     values: dict[str, tuple[str, str]] = field(default_factory=dict)
     data: list[TensorDifference] = field(default_factory=list)
     within_tolerance: int = 0
-    not_read_a: list[dict[str, Any]] = field(default_factory=list)  # files of each that were not compared
-    not_read_b: list[dict[str, Any]] = field(default_factory=list)
+    not_read_a: list[dict[str, object]] = field(default_factory=list)  # files of each that were not compared
+    not_read_b: list[dict[str, object]] = field(default_factory=list)
     adapter_a: str | None = None  # of one that holds an adapter and no base model: "r=8, 14 modules"
     adapter_b: str | None = None
     changed: int = 0
@@ -174,7 +174,7 @@ class Difference(Shown):
         """Tell whether the two differ."""
         return not self.equal
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Convert to plain data; numbers that are infinite or NaN become text."""
         plain: dict[str, Any] = replace_non_finite_numbers(asdict(replace(self, index=None)))
         return {k: v for k, v in plain.items() if k != "index"}

@@ -61,7 +61,7 @@ class DryRun:
     not_read: list[dict[str, Any]]
     memory: dict[str, Any] | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Convert to plain data; three of the fields also appear under the keys "from", "to" and "destination_bytes",
         which earlier versions had."""
         return {
@@ -127,7 +127,7 @@ def estimate_conversion(
         )
 
 
-def _estimate_job_memory(planned: Plan) -> dict[str, Any] | None:
+def _estimate_job_memory(planned: Plan) -> dict[str, object] | None:
     """Compute the memory of a job that loads the destination of a plan, as `DryRun.memory` describes it.
 
     None if the layout does not belong to one sharding strategy, the job uses tensor or expert parallelism, the world
@@ -156,7 +156,7 @@ def _estimate_workers(
     running: RunOptions,
     planned: Plan,
     each: int,
-) -> tuple[dict[str, Any] | None, int, list[str]]:
+) -> tuple[dict[str, object] | None, int, list[str]]:
     """Estimate which processes would fill the destination, and how much memory they take.
 
     Args:

@@ -109,7 +109,7 @@ class Summary:
     memory: JobMemory | None = None
     index: Checkpoint | None = field(default=None, compare=False)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Convert to plain data."""
         memory = None if self.memory is None else self.memory.to_json()
         plain = asdict(replace(self, memory=None, index=None)) | {"memory": memory}
@@ -305,7 +305,7 @@ def _describe_next_step(opened: OpenCheckpoint, path: str) -> str:
     return f"a part of a checkpoint: ckpttool.open reads its tensors, and convert writes it. {NOT_RESUMED}"
 
 
-def _describe_encoding(opened: OpenCheckpoint) -> dict[str, Any] | None:
+def _describe_encoding(opened: OpenCheckpoint) -> dict[str, object] | None:
     """Describe weights that are stored as codes, as `Summary.encoding` has it; None where there are none."""
     ckpt = opened.checkpoint
     found = encodings.find_in_checkpoint(ckpt, encodings.read_quantization_config(ckpt, opened.source))
@@ -323,7 +323,7 @@ def _describe_encoding(opened: OpenCheckpoint) -> dict[str, Any] | None:
     }
 
 
-def _describe_adapter(ckpt: Checkpoint, source: Source) -> dict[str, Any] | None:
+def _describe_adapter(ckpt: Checkpoint, source: Source) -> dict[str, object] | None:
     """Describe the LoRA of a checkpoint, as `Summary.adapter` has it; None where it has none. An adapter_config.json is
     read from `source`."""
     found = lora.find_lora(ckpt)
@@ -360,7 +360,7 @@ def _summarise_slots(ckpt: Checkpoint) -> dict[str, dict[str, int]]:
     return {slot: {"parameters": len(names), "bytes": sizes[slot]} for slot, names in parameters.items()}
 
 
-def _describe_optimizer(ckpt: Checkpoint) -> dict[str, Any] | None:
+def _describe_optimizer(ckpt: Checkpoint) -> dict[str, object] | None:
     """Describe the optimizer, its kind, slots and param groups, as `Summary.optimizer` has it; None where there is no
     state and no group."""
     slots = _summarise_slots(ckpt)
@@ -512,7 +512,7 @@ def describe_chunks(ckpt: Checkpoint, names: Iterable[str]) -> list[dict[str, An
     return out
 
 
-def fold_tensors(ckpt: Checkpoint) -> list[dict[str, Any]]:
+def fold_tensors(ckpt: Checkpoint) -> list[dict[str, object]]:
     """Describe the tensors of a checkpoint, with one row for those whose names differ only in numbers.
 
     Returns:
@@ -639,7 +639,7 @@ def draw_tree(ckpt: Checkpoint) -> RenderableType:
     from rich.tree import Tree
 
     root = Tree(f"[bold]{ckpt.layout}[/] {human(ckpt.nbytes)}")
-    top: dict[str, Any] = {}
+    top: dict[str, object] = {}
     for t in ckpt.tensors.values():
         keys = [k for p in t.path for k in (p.split(".") if isinstance(p, str) else [str(p)])]
         _get_parent_branch(top, keys)[keys[-1]] = t
@@ -650,7 +650,7 @@ def draw_tree(ckpt: Checkpoint) -> RenderableType:
     return root
 
 
-def _get_parent_branch(top: dict[str, Any], keys: list[str]) -> dict[str, Any]:
+def _get_parent_branch(top: dict[str, Any], keys: list[str]) -> dict[str, object]:
     """Return the dict in the tree `top` that holds the last of `keys`; dicts for the keys before it are made if
     missing."""
     at = top
@@ -660,20 +660,20 @@ def _get_parent_branch(top: dict[str, Any], keys: list[str]) -> dict[str, Any]:
     return at
 
 
-def _stringify_keys(x: Any) -> Any:
+def _stringify_keys(x: object) -> object:
     """Return a value with the keys of its dicts, also nested ones, as text; other values and empty dicts are
     unchanged."""
     return {str(k): _stringify_keys(v) for k, v in x.items()} if isinstance(x, dict) and x else x
 
 
-def _make_structure_key(x: Any) -> Any:
+def _make_structure_key(x: object) -> object:
     """Return a description of a branch of names, equal for branches with the same names, dtypes, shapes and values."""
     if isinstance(x, dict):
         return tuple((k, _make_structure_key(v)) for k, v in x.items())
     return (x.dtype, x.shape) if isinstance(x, TensorEntry) else repr(x)
 
 
-def _add_branches(node: Any, x: dict[str, Any]) -> None:
+def _add_branches(node: Any, x: dict[str, object]) -> None:
     """Add the entries of a dict to a node of rich's tree, recursively; numbered entries that are alike become one."""
     from rich.markup import escape
 

@@ -124,7 +124,7 @@ def rename_opened(opened: OpenCheckpoint, asked: str | os.PathLike[str], config:
     return replace(opened, checkpoint=ckpt, source=source)
 
 
-def _choose_trainer_map(ckpt: Checkpoint, config: Mapping[str, Any] | None) -> NameMap | None:
+def _choose_trainer_map(ckpt: Checkpoint, config: Mapping[str, object] | None) -> NameMap | None:
     """Choose the map from the names of the trainer that wrote a checkpoint to those of its Hugging Face model.
 
     Args:

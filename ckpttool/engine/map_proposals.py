@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ..errors import UsageError, argument
 from ..extras import require_packages
@@ -47,7 +46,7 @@ class DerivedMap:
     proposed: dict[str, str]
     undecided_a: dict[str, str]
     undecided_b: dict[str, str]
-    logits: dict[str, Any] | None = None
+    logits: dict[str, object] | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -210,7 +209,7 @@ def _add_digests(model: _Model, other: _Model, opened: OpenCheckpoint, progress:
     ]
 
 
-def _compare_logits(path: str, text: str, config: Config, progress: Progress) -> tuple[dict[str, Any], str]:
+def _compare_logits(path: str, text: str, config: Config, progress: Progress) -> tuple[dict[str, object], str]:
     """Compare the logits of a checkpoint with those of the same weights renamed by a map and run by another config.
 
     Args:

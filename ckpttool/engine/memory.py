@@ -145,7 +145,7 @@ class JobMemory:
     rows: list[dict[str, Any]]
     notes: list[str]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Convert to plain data."""
         return {**self.__dict__, "devices": self.devices._asdict(), "activations": "not included"}
 
@@ -192,7 +192,7 @@ def compute_job_memory(ckpt: Checkpoint, request: SizeRequest) -> JobMemory:
     )
 
 
-def _make_strategy_row(strategy: str, held: list[_Held], devices: Devices) -> dict[str, Any]:
+def _make_strategy_row(strategy: str, held: list[_Held], devices: Devices) -> dict[str, object]:
     """Return the row of a sharding strategy, as `JobMemory.rows` has it.
 
     Args:

@@ -413,7 +413,7 @@ def _rename_adapter_modules(
     return {n: several for n, several in pieces.items() if n in named}
 
 
-def _find_base_config(base: OpenCheckpoint, config: str | None) -> dict[str, Any] | None:
+def _find_base_config(base: OpenCheckpoint, config: str | None) -> dict[str, object] | None:
     """Return the content of config.json of the base model: that in `config` if it is given, else the one beside the
     weights.
 

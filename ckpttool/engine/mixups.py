@@ -170,7 +170,7 @@ def refuse_misplaced_files(ckpt: Checkpoint, source: Source) -> None:
 
 
 def _find_copies_in_rank(
-    ckpt: Checkpoint, named: Mapping[int, Mapping[tuple[int, int], Any]]
+    ckpt: Checkpoint, named: Mapping[int, Mapping[tuple[int, int], object]]
 ) -> Iterator[tuple[int, int]]:
     """Find files whose records are all in another file of the same rank.
 
@@ -525,7 +525,7 @@ def _map_steps_to_groups(ckpt: Checkpoint, names: Iterable[str]) -> dict[str, in
 
 
 def _find_step_split(
-    names: list[str], groups: Mapping[str, int], place: Mapping[str, int], steps: Mapping[str, Any]
+    names: list[str], groups: Mapping[str, int], place: Mapping[str, int], steps: Mapping[str, object]
 ) -> tuple[str, str, bool] | None:
     """Find two places (files or ranks) whose optimizer steps differ, if no place has different steps in one param
     group.

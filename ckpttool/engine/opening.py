@@ -752,7 +752,7 @@ def _drop_unreadable_values(ckpt: Checkpoint, needed: Callable[[str], bool]) -> 
     return replace(ckpt, values=values, notes=[*ckpt.notes, note]), out
 
 
-def _explain_unreadable(data: Any) -> str | None:
+def _explain_unreadable(data: object) -> str | None:
     """Return why a part of a value (nested dicts and lists) could not be read; None if all of it was."""
     todo = [data]
     while todo:

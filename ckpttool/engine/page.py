@@ -90,7 +90,7 @@ def render_checkpoint(
 
 def describe_tensors(
     ckpt: Checkpoint, statistics: Statistics | None = None, difference: Difference | None = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the data of a page about single tensors and files, as plain data.
 
     Lists with an entry for each tensor, in the order of the checkpoint: "names", "bytes", "chunks" (how many), "dtype"
@@ -147,8 +147,8 @@ class _Places:
 
     def __init__(self, ckpt: Checkpoint) -> None:
         self._files, self._boxes = len(ckpt.files), 0
-        self._known: dict[Any, int] = {}
-        self._numbers: dict[Any, dict[int, int]] = {}
+        self._known: dict[object, int] = {}
+        self._numbers: dict[object, dict[int, int]] = {}
         self.of_tensors: list[int] = []
         self.found: list[Any] = []
         self.bytes_of: dict[str, list[float]] = {}
@@ -195,7 +195,7 @@ def _shorten_number(x: float | None) -> float | str | None:
     return float(f"{x:.7g}") if math.isfinite(x) else str(x)
 
 
-def _list_statistics(names: list[str], statistics: Statistics) -> dict[str, Any]:
+def _list_statistics(names: list[str], statistics: Statistics) -> dict[str, object]:
     """Return the statistics of all tensors as columns, {column: list}.
 
     "exponents" has [smallest exponent, counts of it and the following ones] for each tensor; None if they were not
@@ -214,11 +214,11 @@ def _list_statistics(names: list[str], statistics: Statistics) -> dict[str, Any]
         counts = row.numbers.exponents
         low = min(counts, default=0)
         exponents.append([low, [counts.get(e, 0) for e in range(low, max(counts) + 1)]] if counts else None)
-    columns: dict[str, Any] = {k: [_shorten_number(getattr(r.numbers, k)) for r in rows] for k in _STATISTICS}
+    columns: dict[str, object] = {k: [_shorten_number(getattr(r.numbers, k)) for r in rows] for k in _STATISTICS}
     return {**columns, "codes": [r.codes for r in rows], "exponents": exponents if any(exponents) else None}
 
 
-def _list_differences(index: dict[str, int], difference: Difference) -> dict[str, Any]:
+def _list_differences(index: dict[str, int], difference: Difference) -> dict[str, object]:
     """Return a difference as plain data, with tensors as indices.
 
     Args:

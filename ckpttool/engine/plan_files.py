@@ -210,7 +210,7 @@ def save_plan(path: str | os.PathLike[str], planned: Plan, running: RunOptions) 
     replace_file(where, (printable_json(found, depth=_DEPTH) + "\n").encode())
 
 
-def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_plan(path: str | os.PathLike[str]) -> dict[str, object]:
     """Read a plan file. Its content is not trusted; `refuse_outdated_plan` compares all of it with a new plan.
 
     Raises:
@@ -260,7 +260,7 @@ def parse_plan(plan: Mapping[str, Any]) -> tuple[str, str, OpenOptions, WriteReq
     return src, dst, reading, writing, _make_request(RunOptions, given.get("running", {}))
 
 
-def refuse_outdated_plan(plan: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def refuse_outdated_plan(plan: Mapping[str, object], now: Mapping[str, object]) -> None:
     """Raise if a plan differs from what would be done now.
 
     Args:
@@ -288,7 +288,7 @@ def refuse_outdated_plan(plan: Mapping[str, Any], now: Mapping[str, Any]) -> Non
     raise Differs(f"the plan is not what would be done now: {many}", listing=listing, code="CKPT0506")
 
 
-def _list_differences(plan: Any, now: Any, at: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
+def _list_differences(plan: object, now: object, at: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield (the keys that lead to it, what is different) for each part of a plan that is different now.
 
     Args:
@@ -307,13 +307,13 @@ def _list_differences(plan: Any, now: Any, at: tuple[str, ...]) -> Iterator[tupl
         yield at, f"{_abbreviate(now)}, planned was {_abbreviate(plan)}"
 
 
-def _abbreviate(data: Any) -> str:
+def _abbreviate(data: object) -> str:
     """Return a part of a plan as text of at most 120 characters."""
     text = json.dumps(data, ensure_ascii=False)
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def _list_set_fields(request: object) -> dict[str, Any]:
+def _list_set_fields(request: object) -> dict[str, object]:
     """Return {field: value} of a request, or of a layout's options, for fields that differ from their default.
 
     {} for None.
@@ -332,7 +332,7 @@ def _list_set_fields(request: object) -> dict[str, Any]:
     return {n: list(x) if isinstance(x, tuple) else x for n, x in given.items()}
 
 
-def _make_request(kind: type[R], given: Any) -> R:
+def _make_request(kind: type[R], given: object) -> R:
     """Make a request of this class from the {field: value} in a plan, as `_list_set_fields` returned it.
 
     Raises:
@@ -349,7 +349,7 @@ def _make_request(kind: type[R], given: Any) -> R:
     return kind(**given)
 
 
-def _matches_annotation(named: str, value: Any) -> bool:
+def _matches_annotation(named: str, value: object) -> bool:
     """Tell whether a value has the type of a field, given by its annotation: "Iterable[str] | None"."""
     if named.startswith("Iterable"):
         return isinstance(value, list) and all(isinstance(x, str) for x in value)
@@ -359,7 +359,7 @@ def _matches_annotation(named: str, value: Any) -> bool:
     return type(value) in kinds[named.partition(" ")[0]]
 
 
-def _describe_identity(identity: Identity) -> dict[str, Any]:
+def _describe_identity(identity: Identity) -> dict[str, object]:
     """Describe the identity of a file as {"bytes", "modified", "version"}.
 
     "modified" is the time of its last change, left out if there is none; "version" a digest of inode, version in a
@@ -396,7 +396,7 @@ def _begins_as_plan(path: str) -> bool:
         return f.read(14) == b'{\n "ckpttool":'
 
 
-def _refuse_credentials(src: str, dst: str, options: Mapping[str, Mapping[str, Any]]) -> None:
+def _refuse_credentials(src: str, dst: str, options: Mapping[str, Mapping[str, object]]) -> None:
     """Raise for a URL with a user, a password or a query, which may be credentials.
 
     Args:

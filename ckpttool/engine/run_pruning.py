@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .. import layouts
 from ..errors import Corrupt, Locked, NotRecognised, SourceChanged, UsageError, argument, note_change
@@ -65,7 +65,7 @@ class PrunedRun(Shown):
     leftovers: int = 0
     left_out: int = 0
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain data."""
         return asdict(self)
 

@@ -16,7 +16,6 @@ import shlex
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
 
 from .. import layouts
 from ..bounded_json import parse
@@ -134,7 +133,7 @@ class Run(Shown):
         found = [s for s in self.steps if s.newest]
         return found[0] if len(found) == 1 else None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain data; "age" is in seconds, "newest" the path of the newest complete step or None."""
         now = time.time()
         return {

@@ -39,7 +39,7 @@ class Selection:
     edges: bool = False
     note: str = ""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Convert to plain data; `values` is None where only the ends were read."""
         values = None if self.edges else self.data.tolist() if self.dtype is not None else self.data
         about = f"{prod(self.shape or ()):,} numbers: give an index" if self.edges else self.note
@@ -132,7 +132,7 @@ def _parse_index_part(text: str) -> Any:
     return int(text) if len(parts) == 1 else slice(*(int(p) if p.strip() else None for p in parts))
 
 
-def _read_edges(handle: TensorHandle, before: tuple[slice, ...]) -> Any:
+def _read_edges(handle: TensorHandle, before: tuple[slice, ...]) -> object:
     """Read the first and last three elements in every dimension of a tensor, with one between them if more are left
     out.
 

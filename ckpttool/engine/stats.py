@@ -71,7 +71,7 @@ class Statistics(Shown):
 
     rows: list[StatisticsRow]
     digest: dict[str, str]
-    not_read: list[dict[str, Any]]
+    not_read: list[dict[str, object]]
     only_here: list[str] = field(default_factory=list)
     only_there: list[str] = field(default_factory=list)
     index: Checkpoint | None = field(default=None, compare=False)  # the checkpoint itself, without bytes of tensors
@@ -100,7 +100,7 @@ class Statistics(Shown):
             rows = sorted(self.rows, key=lambda row: _make_descending_key(row.cell(column)))
         return replace(self, rows=rows)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Convert to plain data; numbers that are infinite become text."""
         rows = [
             {k: v for k, v in {**asdict(r), **asdict(r.numbers)}.items() if k not in ("numbers", "exponents")}
@@ -155,7 +155,7 @@ class Statistics(Shown):
         return table
 
 
-def _make_descending_key(x: Any) -> tuple[bool, Any]:
+def _make_descending_key(x: Any) -> tuple[bool, object]:
     """Return a sort key that puts large numbers (of a shape: its elements) first, and None and NaN last."""
     if isinstance(x, tuple):
         x = math.prod(x)

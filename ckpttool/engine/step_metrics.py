@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from math import isfinite
-from typing import Any
 
 from ..bounded_json import parse
 from ..errors import CkpttoolError, UsageError, argument
@@ -120,7 +119,7 @@ def _read_run_log(
 
 
 def _find_listed_numbers(
-    data: Any, key: str, wanted: Iterable[int], step_keys: tuple[str, ...], file: str
+    data: object, key: str, wanted: Iterable[int], step_keys: tuple[str, ...], file: str
 ) -> Iterator[tuple[int, float]]:
     """Yield (step, number) for the wanted steps, from lists in JSON data whose objects name their step."""
     for number in sorted(wanted):
@@ -147,7 +146,7 @@ def _read_lines(source: Source, file: str) -> Iterator[tuple[bytes, bool]]:
         yield left, False
 
 
-def _get_step(entry: Any, step_keys: tuple[str, ...]) -> int | None:
+def _get_step(entry: object, step_keys: tuple[str, ...]) -> int | None:
     """Return the step in a JSON object, under the first of `step_keys` that has an integer; None if there is none."""
     if not isinstance(entry, dict):
         return None
@@ -155,7 +154,7 @@ def _get_step(entry: Any, step_keys: tuple[str, ...]) -> int | None:
 
 
 def _find_numbers(
-    data: Any, key: str, step: int, step_keys: tuple[str, ...], file: str, only_lists: bool = False
+    data: object, key: str, step: int, step_keys: tuple[str, ...], file: str, only_lists: bool = False
 ) -> Iterator[float]:
     """Yield the numbers at a dotted key in JSON data; in a list, those of the objects of this step. A null is skipped.
 

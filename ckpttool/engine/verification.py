@@ -54,7 +54,7 @@ class DigestResult(Shown):
 
     digest: dict[str, str]
     tensors: dict[str, str]
-    not_read: list[dict[str, Any]]
+    not_read: list[dict[str, object]]
 
     def lines(self) -> Iterator[str]:
         """Yield a line of text for each component: its root digest and its name."""
@@ -109,7 +109,7 @@ class VerifyResult(Shown):
     bytes: int
     structure: str
     crc32_covered_bytes: int
-    not_read: list[dict[str, Any]]
+    not_read: list[dict[str, object]]
     data: str | None = None
     digest: dict[str, str] | None = None
     recorded: str | None = None
@@ -118,7 +118,7 @@ class VerifyResult(Shown):
     against: dict[str, Any] | None = None
     salvage: dict[str, Any] | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Convert to plain data, without the fields of checks that were not requested."""
         return {k: v for k, v in asdict(self).items() if v is not None and (k != "notes" or v)}
 

@@ -43,7 +43,7 @@ class Memo(dict[int, Any]):
         self._firsts: list[int] = []  # ascending
         self._highest, self._seen = -1, 0  # of the numbers looked at, and how many these are
 
-    def __missing__(self, n: int) -> Any:
+    def __missing__(self, n: int) -> object:
         first = self.first_beside(n)
         return self.lists[first][n - first]
 
@@ -71,7 +71,7 @@ class Memo(dict[int, Any]):
         self.lists[first] = objects
         self._highest = first + len(objects) - 1
 
-    def fold(self, first: int, objects: list[Any]) -> bool:
+    def fold(self, first: int, objects: list[object]) -> bool:
         """Replace the entries of a list's objects, which were set one by one, by one added list (`add`). Return False,
         without a change, if numbers from `first` on remain that are not of this list.
 
@@ -97,7 +97,7 @@ class _CommonList:
 
     raw: bytes
     first: int
-    objects: list[Any]
+    objects: list[object]
     outside: dict[int, Any]
     others: dict[int, list[Any]]
 
@@ -119,7 +119,7 @@ class CommonLists:
         self._kept = self._found = 0
         return Memo()
 
-    def find(self, data: bytes, at: int, memo: Memo) -> tuple[Any, int] | None:
+    def find(self, data: bytes, at: int, memo: Memo) -> tuple[object, int] | None:
         """Look for a list that an earlier pickle of this checkpoint has in the same bytes, and is not read again:
         (list, position after its bytes), None if there is none. Its objects are added to the memo of the pickle.
 
@@ -148,7 +148,7 @@ class CommonLists:
                 return False
         return memo.ends_before(known.first)
 
-    def record(self, data: bytes, start: int, end: int, memo: Memo, made: list[Any]) -> None:
+    def record(self, data: bytes, start: int, end: int, memo: Memo, made: list[object]) -> None:
         """Keep a list for later pickles, if it is long enough, consists of plain data and instances, and refers to
         nothing mutable outside of it.
 
@@ -219,7 +219,7 @@ def _parse_list(raw: bytes, memo: Memo) -> _CommonList | None:
     return _CommonList(raw, first, own, outside, others) if len(own) == put else None
 
 
-def _find_containers(objects: Iterable[Any], known: set[int]) -> set[int] | None:
+def _find_containers(objects: Iterable[object], known: set[int]) -> set[int] | None:
     """Return the identities of all containers in `objects`, at any depth, without those in `known`; None if there is
     anything but plain data and instances."""
     out: set[int] = set()

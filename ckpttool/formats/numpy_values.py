@@ -40,7 +40,7 @@ _DTYPES = {
 }
 
 
-def numpy_to_torch(x: object) -> Any:
+def numpy_to_torch(x: object) -> object:
     """Return a value with numpy arrays replaced by `Inline` tensors and float64 and int64 scalars by Python numbers;
     other numpy scalars become tensors of shape (). The value itself if it holds none. Arrays of a dtype that torch
     lacks are kept."""

@@ -161,9 +161,9 @@ class Opaque:
         self.cls, self.args, self.call = cls, args, call
         self.label: int | None = None
         self.state: Any = None
-        self.list_items: list[Any] = []
-        self.dict_items: list[tuple[Any, Any]] = []
-        self._keys: dict[Any, None] = {}
+        self.list_items: list[object] = []
+        self.dict_items: list[tuple[object, object]] = []
+        self._keys: dict[object, None] = {}
 
     def mapped(self, f: Callable[[Any], Any], made: Callable[[Opaque], None] = lambda out: None) -> Opaque:
         """Return a copy of the instance with `f` applied to its arguments, its items and its state, in the order of a
@@ -227,7 +227,7 @@ def _make_complex(real: float, imag: float) -> complex:
     return complex(float(real), float(imag))
 
 
-def _fill_dict(out: dict[Any, Any], items: Any = ()) -> dict[Any, Any]:
+def _fill_dict(out: dict[object, object], items: Any = ()) -> dict[object, object]:
     """Add (key, value) pairs to a dict, and return it.
 
     Raises:
@@ -421,7 +421,7 @@ def resolve_attribute(cls: object, name: object) -> Global | None:
     return None
 
 
-def _make_call_record(f: Global, args: tuple[Any, ...]) -> Any:
+def _make_call_record(f: Global, args: tuple[Any, ...]) -> object:
     """Return the record of a pickled call (REDUCE) that makes data; None for a call that is to be refused. `f` is the
     function or class that the pickle calls, `args` its arguments.
 
@@ -450,7 +450,7 @@ def _make_call_record(f: Global, args: tuple[Any, ...]) -> Any:
     return Opaque(f, args, call=not plain or _is_torchao_enum_call(f, args))
 
 
-def _has_safe_generator_args(f: Global, args: tuple[Any, ...]) -> bool:
+def _has_safe_generator_args(f: Global, args: tuple[object, ...]) -> bool:
     """Return whether a call of one of numpy's constructors of random generators, which call their arguments, passes
     only numpy's own classes; True for a call of any other function `f`."""
 
@@ -463,7 +463,7 @@ def _has_safe_generator_args(f: Global, args: tuple[Any, ...]) -> bool:
     return f.module not in _OF_GENERATORS or all(map(is_own, args))
 
 
-def _is_type_hint_call(f: Global, args: tuple[Any, ...]) -> bool:
+def _is_type_hint_call(f: Global, args: tuple[object, ...]) -> bool:
     """Return whether a call builds a type hint, such as list[int], from classes that do not act and from other
     hints."""
 
@@ -488,7 +488,7 @@ def _is_unknown_class(f: Global) -> bool:
     return not standard and f not in _KEPT and all(map(_is_class_name, f.name.split(".")))
 
 
-def _is_torchao_enum_call(f: Global, args: tuple[Any, ...]) -> bool:
+def _is_torchao_enum_call(f: Global, args: tuple[object, ...]) -> bool:
     """Return whether a call is the pickled form of a member of one of torchao's enums, such as
     KernelPreference("auto")."""
     return f.module.partition(".")[0] == "torchao" and len(args) == 1 and type(args[0]) in (str, int)
@@ -539,7 +539,7 @@ def _make_bytearray(raw: object) -> bytearray:
     return bytearray(raw)
 
 
-def _make_flat_set(kind: Any, items: Any) -> Any:
+def _make_flat_set(kind: Any, items: Any) -> object:
     """Make a set or frozenset (`kind`) of members that hash in bounded time.
 
     Raises:
@@ -557,7 +557,7 @@ def _has_bounded_hash(k: object) -> bool:
     return k is None or isinstance(k, (str, int, float, bytes, StandIn))
 
 
-def _check_key(k: object) -> Any:
+def _check_key(k: object) -> object:
     """Return a key unchanged if its hashing has a bound.
 
     Raises:
@@ -589,7 +589,7 @@ def _set_new_key(d: dict[Any, Any], k: object, v: object, what: str = "a pickle"
 def load(
     data: bytes,
     stand_ins: StandIns | None = None,
-    persistent: Callable[[Any], Any] | None = None,
+    persistent: Callable[[object], object] | None = None,
     start: int = 0,
     what: str = "pickle",
     inert: bool = False,
@@ -640,7 +640,7 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
     what: str,
     inert: bool,
     lists: CommonLists | None,
-) -> tuple[Any, int]:
+) -> tuple[object, int]:
     """Execute the instructions of a pickle on a stack of plain data: (object, position after STOP).
 
     The Python errors that a malformed pickle causes (IndexError, ValueError, ...) are converted by `load`.
@@ -662,13 +662,13 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
     memo: Any = {} if lists is None else lists.new_memo()
     begun: dict[int, int] = {}  # where a list begins, by its identity
     frozen = lists.frozen if lists is not None else ()
-    below: list[list[Any]] = []  # the stacks under the marks: nothing above a mark takes from them
+    below: list[list[object]] = []  # the stacks under the marks: nothing above a mark takes from them
     push, pop = stack.append, stack.pop
     u16, u32, u64 = struct.Struct("<H").unpack_from, struct.Struct("<I").unpack_from, struct.Struct("<Q").unpack_from
     i32, f64 = struct.Struct("<i").unpack_from, struct.Struct(">d").unpack_from
     size = len(data)
     budget = _BUDGET + (size - pos) // 32
-    storages: set[Any] = set()
+    storages: set[object] = set()
     named = popped = 0
     if size > MAX_BYTES:
         raise Corrupt(f"{what}: {size} bytes of pickle; at most {MAX_BYTES} are read.", code="CKPT0407")
@@ -686,7 +686,7 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
         pos += n
         return out
 
-    def since_mark() -> list[Any]:
+    def since_mark() -> list[object]:
         """Pop everything above the last mark, and the mark."""
         nonlocal stack, push, pop
         out, stack = stack, below.pop()
@@ -698,7 +698,7 @@ def _run_opcodes(  # noqa: C901  # one branch for each opcode
         end = data.index(b"\n", pos)
         return take(end + 1 - pos)[:-1]
 
-    def find(module: str, name: str) -> Any:
+    def find(module: str, name: str) -> object:
         """Look up a global, the name of a class or function: its stand-in, or a `Global`.
 
         Raises:
@@ -1061,7 +1061,7 @@ def list_children(x: object) -> Any:
     return x if isinstance(x, (list, tuple, set, frozenset)) and not isinstance(x, Global) else ()
 
 
-def map_children(x: Any, f: Callable[[Any], Any]) -> Any:
+def map_children(x: Any, f: Callable[[object], object]) -> object:
     """Return a copy of a dict, list, tuple or `Opaque` with `f` applied to every object directly inside (to the values
     of a dict, not to its keys); anything else, sets included, is returned unchanged."""
     if isinstance(x, dict):
@@ -1108,7 +1108,7 @@ def refuse_deep_object(
         Unsupported: it contains one of our stand-ins, as the pickle has a function or class that it never calls.
     """
     done: dict[int, tuple[int, int] | None] = {}  # (depth, nodes) of the containers met; None while inside of one
-    todo: list[tuple[Any, list[Any] | None, int, int]] = [(obj, None, 0, 0)]
+    todo: list[tuple[object, list[object] | None, int, int]] = [(obj, None, 0, 0)]
     depth = nodes = met = 0
     while todo:
         x, parts, depth, nodes = todo.pop()
@@ -1166,7 +1166,7 @@ def _measure_container(x: object, what: str) -> tuple[int, int, list[Any]]:
     return depth, nodes, parts
 
 
-def _copy_without_cycles(obj: Any, what: str, most: int) -> Any:
+def _copy_without_cycles(obj: object, what: str, most: int) -> Any:
     """Return a copy of an object in which no instance contains itself.
 
     Inside each outermost instance that contains itself, an instance that occurs again becomes a `BackReference` with
@@ -1244,7 +1244,7 @@ class _Scope:
     tangled: bool = False
 
 
-def make_enum_stand_ins(*enums: tuple[Any, Mapping[str, Any]]) -> dict[tuple[str, str], Any]:
+def make_enum_stand_ins(*enums: tuple[object, Mapping[str, object]]) -> dict[tuple[str, str], Callable[..., object]]:
     """Return stand-ins for getattr, as a call of which Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) pickles members
     of an enum: {("builtins", "getattr"): stand-in, ("__builtin__", "getattr"): the same}.
 
@@ -1285,7 +1285,7 @@ def _make_opaque_class(name: Global) -> type[Opaque]:
     class Instance(Opaque):
         __slots__ = ()
 
-        def __new__(cls, *args: Any) -> Instance:
+        def __new__(cls, *args: object) -> Instance:
             out = object.__new__(cls)
             Opaque.__init__(out, name, args)
             return out
@@ -1293,13 +1293,13 @@ def _make_opaque_class(name: Global) -> type[Opaque]:
         def __init__(self, *args: Any) -> None:
             """Do nothing; NEWOBJ does not come here, so that __new__ has done everything."""
 
-        def __setstate__(self, state: Any) -> None:
+        def __setstate__(self, state: object) -> None:
             self.state = state
 
     return Instance
 
 
-def load_large(data: Any, stand_ins: StandIns, persistent: Callable[[object], Any] | None = None) -> Any:
+def load_large(data: Any, stand_ins: StandIns, persistent: Callable[[object], object] | None = None) -> object:
     """Read a pickle with the C unpickler of the standard library and return the object; only in a child process with
     limited memory and time.
 
@@ -1315,7 +1315,7 @@ def load_large(data: Any, stand_ins: StandIns, persistent: Callable[[object], An
     """
 
     class Unpickler(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
+        def find_class(self, module: str, name: str) -> object:
             """Return the stand-in for a class or function, or the one for instances of an unknown class; nothing is
             ever imported.
 
@@ -1329,7 +1329,7 @@ def load_large(data: Any, stand_ins: StandIns, persistent: Callable[[object], An
                 raise Unsafe(f"the pickle names {module}.{name}, which a checkpoint does not need.", code="CKPT0701")
             return found
 
-        def persistent_load(self, pid: object) -> Any:
+        def persistent_load(self, pid: object) -> object:
             """Return what stands for a persistent id.
 
             Raises:

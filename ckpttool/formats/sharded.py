@@ -72,7 +72,7 @@ def make_stand_ins(what: str) -> dict[tuple[str, str], Any]:
         what: names the file in messages.
     """
 
-    def from_type(func: object, cls: object, args: object, state: object) -> Any:
+    def from_type(func: object, cls: object, args: object, state: object) -> object:
         """Keep ShardedTensor and DTensor as `Opaque`; handle other classes of tensors as `torch_zip.rebuild_from_type`
         does.
 

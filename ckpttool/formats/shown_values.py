@@ -10,7 +10,7 @@ from .stored_tensors import Inline
 __all__ = ["list_instance_classes", "to_readable"]
 
 
-def to_readable(x: Any) -> Any:
+def to_readable(x: Any) -> object:
     """Convert a value from a pickle to plain data for people; plain data is returned unchanged.
 
     An instance becomes text. A node of an OmegaConf config, which also holds flags, types and its parent, becomes its

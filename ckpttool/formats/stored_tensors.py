@@ -94,10 +94,10 @@ class Size(tuple[int, ...]):
 
 def map_tensors(
     x: object,
-    f: Callable[[StoredTensor], Any],
-    of_size: Callable[[Size], Any] = lambda size: size,
-    of_storage: Callable[[Storage], Any] = lambda storage: storage,
-) -> Any:
+    f: Callable[[StoredTensor], object],
+    of_size: Callable[[Size], object] = lambda size: size,
+    of_storage: Callable[[Storage], object] = lambda storage: storage,
+) -> object:
     """Return a copy of a tree of containers with `f` applied to every StoredTensor, `of_size` to every `Size`, and
     `of_storage` to every `Storage` that no tensor is made of."""
     if isinstance(x, StoredTensor):
@@ -185,7 +185,7 @@ def flatten_tree(tree: object, path: Path = ()) -> dict[Path, Any]:
     return found
 
 
-def _flatten(path: Path, x: Any, out: dict[Path, Any]) -> bool:
+def _flatten(path: Path, x: Any, out: dict[Path, object]) -> bool:
     """Add the leaves of `x`, which is at `path`, to `out`, {path: leaf}; return whether `x` was flattened, or is itself
     a leaf.
 
@@ -213,7 +213,7 @@ def _flatten(path: Path, x: Any, out: dict[Path, Any]) -> bool:
     return False
 
 
-def list_mapping_items(x: object) -> list[tuple[Any, Any]] | None:
+def list_mapping_items(x: object) -> list[tuple[object, object]] | None:
     """Return the (key, value) items of a dict, or of an instance of collections.Counter or collections.defaultdict;
     None for anything else."""
     if isinstance(x, dict):
@@ -228,7 +228,7 @@ def list_mapping_items(x: object) -> list[tuple[Any, Any]] | None:
 _DICTS = frozenset((Global("collections", "Counter"), Global("collections", "defaultdict")))
 
 
-def flatten_like_dcp(x: object, path: Path) -> dict[Path, Any]:
+def flatten_like_dcp(x: object, path: Path) -> dict[Path, object]:
     """Return the entries, {path: value}, to which DCP flattens a dict with keys that are not strings when torch saves
     and loads a state dict.
 
@@ -247,7 +247,7 @@ def flatten_like_dcp(x: object, path: Path) -> dict[Path, Any]:
     return dict(found) if found and unambiguous else {path: x}
 
 
-def _walk_like_dcp(x: object, path: Path) -> Iterator[tuple[Path, Any]]:
+def _walk_like_dcp(x: object, path: Path) -> Iterator[tuple[Path, object]]:
     """Yield (path, value) of the entries that DCP makes of a value at `path`."""
     items = list_mapping_items(x)
     if items is not None:
@@ -269,7 +269,7 @@ def _has_non_string_keys(x: object) -> bool:
     return isinstance(x, Opaque) or any(type(k) is not str or _has_non_string_keys(v) for k, v in items)
 
 
-def _holds_mapping(x: list[Any]) -> bool:
+def _holds_mapping(x: list[object]) -> bool:
     """Return whether a list holds a dict, directly or in nested lists."""
     return any(list_mapping_items(v) is not None or (isinstance(v, list) and _holds_mapping(v)) for v in x)
 

@@ -97,7 +97,7 @@ def is_subclass(x: object) -> bool:
     return isinstance(x, Opaque) and x.call and x.cls == REBUILD and x.args[:1] == (WRAPPER,)
 
 
-def get_dense_tensor(cls: Global, state: object) -> Any:
+def get_dense_tensor(cls: Global, state: object) -> object:
     """Return the dense tensor inside an object of one of torchao's training wrappers, classes that only accompany a
     dense weight; None for all other classes.
 
@@ -111,7 +111,7 @@ def get_dense_tensor(cls: Global, state: object) -> Any:
     return state.get(name)
 
 
-def convert_transformer_engine_args(name: str, args: tuple[Any, ...], what: str) -> tuple[Any, ...]:
+def convert_transformer_engine_args(name: str, args: tuple[object, ...], what: str) -> tuple[object, ...]:
     """Convert the arguments of the call that TransformerEngine pickles for a quantised tensor to those of `REBUILD`:
     (`WRAPPER`, class, arguments of `WRAPPER`, state).
 
@@ -178,7 +178,7 @@ def split_subclass(x: Opaque, kind: type, what: str) -> tuple[dict[str, Any], di
     return about, tensors
 
 
-def _replace_tensors(x: Any, at: tuple[str, ...], kind: type, tensors: dict[str, Any]) -> Any:
+def _replace_tensors(x: Any, at: tuple[str, ...], kind: type, tensors: dict[str, object]) -> Any:
     """Return a copy of a tree with a placeholder for every tensor.
 
     Args:
@@ -240,7 +240,7 @@ def make_composite_call(found: Composite, tensors: Mapping[str, object]) -> Opaq
     return make_rebuild_call(found.about, tensors)
 
 
-def make_rebuild_call(about: Mapping[str, Any], tensors: Mapping[str, Any]) -> Opaque:
+def make_rebuild_call(about: Mapping[str, Any], tensors: Mapping[str, object]) -> Opaque:
     """Return the pickled call that rebuilds a tensor subclass.
 
     Args:

@@ -26,7 +26,7 @@ class TensorRef(NamedTuple):
     numel: int
     first: int = 0
 
-    def reduce(self) -> tuple[Global, tuple[Any, ...]]:
+    def reduce(self) -> tuple[Global, tuple[object, ...]]:
         """Return the call by which torch rebuilds the tensor: (function, arguments)."""
         hooks = Opaque(Global("collections", "OrderedDict"), (), call=True)
         rest = (self.first, self.shape, boxes.strides(self.shape), False, hooks)
@@ -54,7 +54,7 @@ def pickle_pieces(tree: object) -> list[bytes]:
         TypeError: an object in it is of a type that no checkpoint has.
     """
 
-    def persistent(x: object) -> tuple[Any, ...] | None:
+    def persistent(x: object) -> tuple[object, ...] | None:
         """Return the persistent id of a storage; None for anything else."""
         if type(x) is not _StorageRef:
             return None

@@ -165,7 +165,7 @@ def read(
     base: int,
     length: int,
     what: str,
-    stand_ins: dict[tuple[str, str], Any] | None = None,
+    stand_ins: dict[tuple[str, str], object] | None = None,
     later: bool = False,
     lists: CommonLists | None = None,
     records: dict[str, ZipRecord] | None = None,
@@ -211,7 +211,7 @@ def read(
         raise Corrupt(f"{what}: data.pkl does not match its CRC32; the file is damaged.", code="CKPT0405")
 
     kinds: dict[str, str] = {}
-    unread: list[tuple[Any, str]] = []
+    unread: list[tuple[object, str]] = []
 
     def persistent(pid: object) -> Storage:
         """Find the record of a storage by its persistent id, and compare its length.
@@ -244,7 +244,7 @@ def read(
 
 
 def find_storages(
-    data: bytes, start: int, what: str, stand_ins: dict[tuple[str, str], Any] | None = None
+    data: bytes, start: int, what: str, stand_ins: dict[tuple[str, str], object] | None = None
 ) -> tuple[dict[str, tuple[int, int]], int]:
     """List the storages that a pickle refers to: ({key: (number of elements, bytes)} in the order of the pickle,
     position after the pickle).
@@ -323,7 +323,7 @@ _MEANING = {
 }
 
 
-def drop_attributes(x: object, state: object, what: str) -> Any:
+def drop_attributes(x: object, state: object, what: str) -> object:
     """Return the tensor `x` without the Python attributes that torch would set on it (torch/_utils.py, _set_obj_state),
     after checking that none of them changes its numbers.
 
@@ -349,7 +349,7 @@ def drop_attributes(x: object, state: object, what: str) -> Any:
     return x
 
 
-def rebuild_from_type(what: str, func: object, cls: object, args: object, state: object) -> Any:
+def rebuild_from_type(what: str, func: object, cls: object, args: object, state: object) -> object:
     """Return a tensor from the pickled call of torch._tensor._rebuild_from_type_v2: a `StoredTensor` if it has a
     storage, or if its class is a training wrapper around a dense tensor; otherwise the call as an `Opaque`.
 
@@ -414,7 +414,7 @@ def _describe_tensor_metadata(bits: object) -> str:
 _NAMED = 16  # tensors whose place in the tree is looked for
 
 
-def _refuse_unread_tensors(tree: object, unread: list[tuple[Any, str]], what: str, later: bool) -> Any:
+def _refuse_unread_tensors(tree: object, unread: list[tuple[object, str]], what: str, later: bool) -> object:
     """Return a tree if it holds no tensor whose numbers differ from the bytes of its storage; with `later`, return it
     with a `Refused` in place of each such tensor.
 
@@ -451,7 +451,7 @@ def _describe_unread_tensor(tree: object, tensor: object, why: str, what: str) -
     return f'{what}: {f"""tensor "{name}" """ if name else "a tensor "}{why}.'
 
 
-def _find_path(tree: Any, wanted: Any) -> Path | None:
+def _find_path(tree: Any, wanted: object) -> Path | None:
     """Return the path of the object `wanted` in nested dicts, lists and tuples; None if it is not there. For an object
     inside an `Opaque`, the path is that of the `Opaque`."""
     if tree is wanted:
@@ -478,7 +478,7 @@ class _TensorBuilder:
     def __init__(self, what: str, unread: list[tuple[Any, str]]) -> None:
         self.what, self.unread = what, unread
 
-    def stand_ins(self) -> dict[tuple[str, str], Callable[..., Any]]:
+    def stand_ins(self) -> dict[tuple[str, str], Callable[..., object]]:
         """Return {(module, function of torch): what stands for it}."""
         return {
             **{("torch._utils", name): self._make_refusal(kind) for name, kind in _NOT_DENSE.items()},
@@ -492,7 +492,7 @@ class _TensorBuilder:
             ("torch.serialization", "_get_layout"): self.memory_layout,
         }
 
-    def quantised(self, name: str, *args: Any) -> Any:
+    def quantised(self, name: str, *args: object) -> Any:
         """Return what `rebuild_from_type` returns for a quantised tensor of TransformerEngine.
 
         Args:
@@ -612,7 +612,7 @@ class _TensorBuilder:
         """
         return self.parameter_with_state(data, grad, hooks, None)
 
-    def parameter_with_state(self, data: object, grad: object, hooks: object, state: object) -> Any:
+    def parameter_with_state(self, data: object, grad: object, hooks: object, state: object) -> object:
         """Return the tensor in a Parameter, from the arguments of `_rebuild_parameter_with_state`; its Python
         attributes, `state`, are dropped.
 
@@ -652,10 +652,10 @@ class _TensorBuilder:
         if hooks:
             self.unread.append((x, "has backward hooks, which are code"))
 
-    def _make_refusal(self, kind: str) -> Callable[..., Any]:
+    def _make_refusal(self, kind: str) -> Callable[..., object]:
         """Make a stand-in that raises Unsupported for tensors of a kind, such as "sparse"."""
 
-        def refuse(*_: Any) -> Any:
+        def refuse(*_: object) -> object:
             raise Unsupported(
                 f"{self.what}: holds a {kind} tensor; ckpttool moves dense ones. Convert it to dense first.",
                 code="CKPT0319",
@@ -676,7 +676,9 @@ _NOT_DENSE = {
 }
 
 
-def _make_tensor_stand_ins(what: str, unread: list[tuple[Any, str]], later: bool = False) -> dict[tuple[str, str], Any]:
+def _make_tensor_stand_ins(
+    what: str, unread: list[tuple[object, str]], later: bool = False
+) -> dict[tuple[str, str], Any]:
     """Return the stand-ins for torch's functions that rebuild tensors: {(module, function): the function that replaces
     it}.
 
@@ -689,11 +691,11 @@ def _make_tensor_stand_ins(what: str, unread: list[tuple[Any, str]], later: bool
     return {name: _defer_refusals(f) for name, f in calls.items()} if later else calls
 
 
-def _defer_refusals(f: Callable[..., Any]) -> Callable[..., Any]:
+def _defer_refusals(f: Callable[..., object]) -> Callable[..., Any]:
     """Return a wrapper of `f` that returns a `Refused` instead of raising Unsupported; if an argument is a `Refused`
     already, it returns that."""
 
-    def call(*args: Any) -> Any:
+    def call(*args: object) -> Any:
         """Call the function, unless an argument is refused already."""
         for x in args:
             if isinstance(x, Refused):
@@ -709,7 +711,7 @@ def _defer_refusals(f: Callable[..., Any]) -> Callable[..., Any]:
 _SIZE = Global("torch", "Size")
 
 
-def make_size_stand_in(what: str) -> dict[tuple[str, str], Any]:
+def make_size_stand_in(what: str) -> dict[tuple[str, str], object]:
     """Return the stand-in for torch.Size, {("torch", "Size"): function that makes a `Size`}, for a format that stores
     sizes itself; `what` names the file in messages."""
     return {_SIZE: lambda items=(): Size(_check_size(items, what))}
@@ -729,8 +731,8 @@ def _check_size(x: object, what: str) -> tuple[int, ...]:
 
 
 def _read_legacy(
-    read_at: ReadAt, base: int, length: int, what: str, stand_ins: dict[tuple[str, str], Any], later: bool
-) -> Any:
+    read_at: ReadAt, base: int, length: int, what: str, stand_ins: dict[tuple[str, str], object], later: bool
+) -> object:
     """Read a legacy torch.save file, written with `_use_new_zipfile_serialization=False` (torch/serialization.py,
     _legacy_save), and return its object with a `StoredTensor` for every tensor.
 
@@ -793,8 +795,14 @@ class _Cut(Exception):
 
 
 def _parse_legacy(
-    data: bytes, read_at: ReadAt, base: int, length: int, what: str, stand_ins: dict[tuple[str, str], Any], later: bool
-) -> Any:
+    data: bytes,
+    read_at: ReadAt,
+    base: int,
+    length: int,
+    what: str,
+    stand_ins: dict[tuple[str, str], object],
+    later: bool,
+) -> object:
     """Parse the pickles of a legacy torch.save file and locate its storages: the object, with a `StoredTensor` for
     every tensor.
 
@@ -814,9 +822,9 @@ def _parse_legacy(
     """
     wanted: dict[str, tuple[str | None, int]] = {}
     numbers: dict[str, int] = {}
-    unread: list[tuple[Any, str]] = []
+    unread: list[tuple[object, str]] = []
 
-    def persistent(pid: object) -> Any:
+    def persistent(pid: object) -> object:
         """Remember a storage, given by its persistent id; where its bytes are is known after the pickles.
 
         Raises:

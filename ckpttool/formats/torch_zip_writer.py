@@ -148,7 +148,7 @@ class TorchFiles:
         salvage: Mapping[str, str] | None = None,
         values: Mapping[str, str] | None = None,
         synthesized_tensors: list[str] | None = None,
-        synthesized_values: dict[str, Any] | None = None,
+        synthesized_values: dict[str, object] | None = None,
         changed: dict[str, str] | None = None,
     ) -> Draft:
         """Return the draft of a checkpoint whose chunks are in these files; the files and their sizes become those of
@@ -236,7 +236,7 @@ class _Framing(NamedTuple):
             out, at = out + note, at + len(note)
         return out + zip_bytes.make_central_directory(entries, at)
 
-    def _make_own_records(self, digests: Mapping[str, object]) -> dict[str, dict[str, Any]]:
+    def _make_own_records(self, digests: Mapping[str, object]) -> dict[str, dict[str, object]]:
         """Return ckpttool's own records for the end of a file: {name: content, to be written as JSON}.
 
         Args:
@@ -354,7 +354,9 @@ class _Framing(NamedTuple):
         return int(crc), k
 
 
-def _replace_inline_tensors(x: object, first: int, inline: list[bytes], done: dict[int, Any] | None = None) -> Any:
+def _replace_inline_tensors(
+    x: object, first: int, inline: list[bytes], done: dict[int, object] | None = None
+) -> object:
     """Return a copy of a value with each `Inline` tensor replaced by a `TensorRef` to a storage of its own. Shared
     lists, dicts and instances remain shared.
 

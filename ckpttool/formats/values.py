@@ -269,7 +269,7 @@ _LEAVES: dict[type, Callable[[Any], str]] = {
 # --------------------------------------------------------------------------------------------------------- reading
 
 
-def to_json_tree(held: Mapping[str, Value]) -> dict[str, Any]:
+def to_json_tree(held: Mapping[str, Value]) -> dict[str, object]:
     """Return the content of values.json for values, {name: Value}, as parsed JSON, to be embedded in another file.
 
     Raises:
@@ -330,7 +330,7 @@ def _read_row(name: object, row: object) -> Value:
     return Value(path, row["data"])
 
 
-def _read_value(x: object, depth: int) -> Any:
+def _read_value(x: object, depth: int) -> object:
     """Return the value that parsed JSON represents.
 
     Args:
@@ -354,7 +354,7 @@ def _read_value(x: object, depth: int) -> Any:
     return _TAGS[tag](x[tag], depth + 1)
 
 
-def _read_list(x: object, depth: int) -> list[Any]:
+def _read_list(x: object, depth: int) -> list[object]:
     """Return the list of values that a list of parsed JSON represents.
 
     Args:
@@ -369,7 +369,7 @@ def _read_list(x: object, depth: int) -> list[Any]:
     return [_read_value(v, depth) for v in x]
 
 
-def _read_pair(x: object, depth: int) -> tuple[Any, Any]:
+def _read_pair(x: object, depth: int) -> tuple[object, object]:
     """Return the (key, value) that a list of two represents; `depth` is that of `_read_list`.
 
     Raises:
@@ -379,7 +379,7 @@ def _read_pair(x: object, depth: int) -> tuple[Any, Any]:
     return key, value
 
 
-def _read_dict(x: object, depth: int) -> dict[Any, Any]:
+def _read_dict(x: object, depth: int) -> dict[object, object]:
     """Read a dict from a list of [key, value].
 
     Raises:
@@ -389,7 +389,7 @@ def _read_dict(x: object, depth: int) -> dict[Any, Any]:
     return dict(_read_pairs(x, depth))
 
 
-def _read_pairs(x: object, depth: int) -> list[tuple[Any, Any]]:
+def _read_pairs(x: object, depth: int) -> list[tuple[object, object]]:
     """Return the items of a dict, [(key, value)], that a list of [key, value] represents; `depth` is that of
     `_read_list`.
 
@@ -502,7 +502,7 @@ def _read_tensor(x: object, depth: int) -> Inline:
     return Inline(dtype, shape, data)
 
 
-_TAGS: dict[str, Callable[[Any, int], Any]] = {
+_TAGS: dict[str, Callable[[object, int], object]] = {
     "$tuple": lambda x, depth: tuple(_read_list(x, depth)),
     "$set": lambda x, depth: set(_read_list(x, depth)),
     "$frozenset": lambda x, depth: frozenset(_read_list(x, depth)),

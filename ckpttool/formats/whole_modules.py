@@ -20,7 +20,7 @@ __all__ = ["replace_modules"]
 _MOST_MODULES = 300_000
 
 
-def replace_modules(tree: Any, what: str, notes: list[str]) -> Any:
+def replace_modules(tree: Any, what: str, notes: list[str]) -> object:
     """Return a tree of dicts and lists with the state dict, {FQN: tensor}, in the place of every module of torch.
     Modules without tensors, and those inside other objects, stay as they are.
 
@@ -72,7 +72,7 @@ def _get_module_attributes(x: object) -> Mapping[str, Any] | None:
 
 
 def _iter_state_dict(
-    module: Any,
+    module: object,
     prefix: str,
     labelled: Mapping[int, Opaque],
     around: frozenset[int],

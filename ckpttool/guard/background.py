@@ -90,7 +90,7 @@ class Guard:
         self._request = WatchRequest(**self._options)  # type: ignore[arg-type]
         self._waiting: dict[str, _Save] = {}
         self._appeared: dict[str, float] = {}  # {run: `since` of the newest save that came to be while it waited}
-        self._found: deque[dict[str, Any] | CkpttoolError] = deque()
+        self._found: deque[dict[str, object] | CkpttoolError] = deque()
         self._lock = threading.Lock()  # of _waiting, _thread and _pool
         self._thread: threading.Thread | None = None
         self._pool: LocalProcesses | None = None

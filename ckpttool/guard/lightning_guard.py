@@ -28,30 +28,30 @@ class LightningGuard(Guard, Callback):  # type: ignore[misc]
     (`last.ckpt`) may be read before it is.
     """
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: object, stage: str) -> None:
         """Wrap `trainer.save_checkpoint`, through which all saves go, so that each save of a fit is verified."""
         if stage != "fit":
             return
         save = trainer.save_checkpoint
 
         @wraps(save)
-        def save_and_check(filepath: Any, *given: Any, **more: Any) -> None:
+        def save_and_check(filepath: Any, *given: object, **more: object) -> None:
             """Save, and have the result proved."""
             save(filepath, *given, **more)
             self.check(filepath)
 
         trainer.save_checkpoint = save_and_check
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: object, pl_module: object, batch: object, batch_idx: int) -> None:
         """Report the faults that were found since the last batch, as `poll`."""
         self.poll()
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: object, pl_module: object, exception: BaseException) -> None:
         """Stop verifying without waiting, since the fit failed."""
         vars(trainer).pop("save_checkpoint", None)
         self.stop()
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: object, pl_module: object, stage: str) -> None:
         """Wait until the last saves of a fit are verified."""
         if stage == "fit":
             vars(trainer).pop("save_checkpoint", None)

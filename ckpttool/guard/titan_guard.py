@@ -32,7 +32,7 @@ def guard_torchtitan(manager: Any, guard: Guard | None = None) -> Guard:
     save, close = manager.save, manager.close
 
     @wraps(save)
-    def save_and_check(curr_step: int, *given: Any, **more: Any) -> Any:
+    def save_and_check(curr_step: int, *given: object, **more: object) -> object:
         """Save, if it is time to, and have the result proved."""
         guard.poll()
         saved = save(curr_step, *given, **more)

@@ -24,7 +24,7 @@ class TrainerGuard(Guard, TrainerCallback):  # type: ignore[misc]
     proofs.
     """
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: object, **_: object) -> None:
         """Verify the checkpoint that the Trainer has just saved, in the background."""
         name = f"checkpoint-{state.global_step}"
         path = os.path.join(args.output_dir, name)
@@ -33,10 +33,10 @@ class TrainerGuard(Guard, TrainerCallback):  # type: ignore[misc]
             path = max(trials, key=os.path.getmtime, default=path)
         self.check(path)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_begin(self, args: object, state: object, control: object, **_: object) -> None:
         """Report the faults that were found since the last step, as `poll`."""
         self.poll()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_end(self, args: object, state: object, control: object, **_: object) -> None:
         """Wait until the last saves are verified."""
         self.finish()

@@ -371,7 +371,7 @@ class Repository:
         return adds
 
     def commit(
-        self, adds: Sequence[Any], gone: Sequence[str], message: str, parent: str, revision: str | None, pull: bool
+        self, adds: Sequence[object], gone: Sequence[str], message: str, parent: str, revision: str | None, pull: bool
     ) -> tuple[str, str | None]:
         """Make one commit; returns (its id, the address of the pull request or None).
 

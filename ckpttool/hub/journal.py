@@ -41,7 +41,7 @@ class Journal:
         for line in self._read_lines():
             self._apply_line(line)
 
-    def _read_lines(self) -> list[dict[str, Any]]:
+    def _read_lines(self) -> list[dict[str, object]]:
         """Return the entries of the journal's file whose checksum is right; [] if there is no file."""
         if self.path is None:
             return []
@@ -76,11 +76,11 @@ class Journal:
         """Add the hashes of the file `name` to the journal."""
         self._append_line({"file": name, "sha256": done.sha256, "tensors": done.tensors, "lost": done.lost})
 
-    def add_record(self, record: dict[str, Any]) -> None:
+    def add_record(self, record: dict[str, object]) -> None:
         """Add the content of ckpttool.json, which is known after all files were hashed, to the journal."""
         self._append_line({"record": record})
 
-    def add_staged(self, folder: str, of: dict[str, Any]) -> None:
+    def add_staged(self, folder: str, of: dict[str, object]) -> None:
         """Add a staging folder, whose files were written and hashed, to the journal.
 
         Args:
@@ -90,7 +90,7 @@ class Journal:
         """
         self._append_line({"staged": folder, "of": of})
 
-    def _append_line(self, line: dict[str, Any]) -> None:
+    def _append_line(self, line: dict[str, object]) -> None:
         """Apply an entry, and append it to the journal's file; failure to write is ignored."""
         self._apply_line(line)
         if self.path is None:

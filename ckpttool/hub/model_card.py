@@ -45,7 +45,7 @@ class CardFacts:
     training: bool
     changed: bool = False
     config: dict[str, Any] = field(default_factory=dict)
-    adapter: dict[str, Any] = field(default_factory=dict)
+    adapter: dict[str, object] = field(default_factory=dict)
     branch: str | None = None  # where that is not main
 
     @property

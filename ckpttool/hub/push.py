@@ -76,7 +76,7 @@ class Pushed:
     digest: dict[str, str] = field(default_factory=dict)
     dropped: list[tuple[str, int, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    not_read: list[dict[str, Any]] = field(default_factory=list)  # files of the source that no layout read
+    not_read: list[dict[str, object]] = field(default_factory=list)  # files of the source that no layout read
 
 
 @list_keywords
@@ -537,7 +537,7 @@ class Push:
         return adds
 
     def add_card_and_record(
-        self, weights: Sequence[PushFile], record: Mapping[str, Any], state: RepositoryState
+        self, weights: Sequence[PushFile], record: Mapping[str, object], state: RepositoryState
     ) -> list[PushFile]:
         """Return all files of the push: the planned ones, README.md, and ckpttool.json, which lists the planned ones.
 
@@ -641,7 +641,7 @@ def _select_searchable_bytes(content: Content) -> bytes:
     return content.head[8:] if content.jobs and content.name.endswith(".safetensors") else content.head
 
 
-def _parse_config(data: bytes) -> dict[str, Any]:
+def _parse_config(data: bytes) -> dict[str, object]:
     """Return the content of a config file; {} if it is not a JSON object."""
     try:
         found = parse(data, "a config")

@@ -278,7 +278,7 @@ def _find_secret_in_json(data: bytes) -> str | None:
     except (Unsafe, ValueError, RecursionError):
         return None
     texts: list[str] = []
-    todo: list[tuple[Any, str | None]] = [(read, None)]
+    todo: list[tuple[object, str | None]] = [(read, None)]
     while todo:
         x, key = todo.pop()
         if isinstance(x, _Pairs):
@@ -301,7 +301,7 @@ def _find_secret_in_json(data: bytes) -> str | None:
     return _find_secret_in_text("\n".join(texts).encode("utf-8", "replace"))
 
 
-def _iterate_json_values(x: _Pairs, above: str | None) -> Iterator[tuple[Any, str | None]]:
+def _iterate_json_values(x: _Pairs, above: str | None) -> Iterator[tuple[object, str | None]]:
     """Yield (value, its key or None) of a JSON object. What values.json encodes (bytes, texts, dicts) is decoded.
 
     Args:
@@ -326,7 +326,7 @@ def _iterate_json_values(x: _Pairs, above: str | None) -> Iterator[tuple[Any, st
             yield item, above if key in _SPELLING else key
 
 
-def _find_last_text(x: Any) -> str | None:
+def _find_last_text(x: object) -> str | None:
     """Return the last text in the JSON of a dict's key, which may be a tuple; None if the last element is no text."""
     while isinstance(x, list) and x:
         x = x[-1][1] if isinstance(x, _Pairs) else x[-1]

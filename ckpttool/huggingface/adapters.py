@@ -268,7 +268,7 @@ def _make_saved_name(name: str, prefix: str, adapter: str | None) -> str | None:
     return f"{m[1]}.{m[2]}" if m else None
 
 
-def _without_tied_tokens(saved: dict[str, str], config: dict[str, Any], ckpt: Checkpoint) -> dict[str, str]:
+def _without_tied_tokens(saved: dict[str, str], config: dict[str, object], ckpt: Checkpoint) -> dict[str, str]:
     """Return `saved`, {name: name in the file}, without the trained tokens of modules that are tied to the embedding: a
     model has the same rows under the names of both, and PEFT saves those of the embedding.
 

@@ -22,7 +22,7 @@ import re
 import sys
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import Corrupt, Unsafe, Unsupported
 from ..extras import require_packages
@@ -30,6 +30,9 @@ from ..formats.sandbox import run_in_child
 from ..index.axes import AxisRun, Link
 from ..progress import log_step, report_progress
 from . import Config
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "PLAIN",
@@ -114,7 +117,7 @@ class Relation(NamedTuple):
 
 
 def relate_to_hub(
-    config: dict[str, Any],
+    config: dict[str, object],
     tensors: dict[str, tuple[int, ...]] | None,
     judge: bool = False,
     linear: bool = False,
@@ -267,7 +270,7 @@ def build_meta_model(config_dict: dict[str, Any]) -> Any:
     return model
 
 
-def _parse_float(found: dict[str, Any]) -> Any:
+def _parse_float(found: dict[str, Any]) -> object:
     """Return the float of an object {"__float__": text}, which transformers writes into config.json for Infinity and
     NaN; any other object unchanged."""
     return float(found["__float__"]) if found.keys() == {"__float__"} else found
@@ -303,7 +306,7 @@ def _compute_relation(_: str) -> bytes:
     together = {k: o for k, t in saved.items() if (o := first.setdefault(t.untyped_storage()._cdata, k)) != k}
     # the conversion makes its pieces contiguous for the writer; here they must stay views, so that they can be told
     torch.Tensor.contiguous = lambda self, **_: self  # type: ignore[method-assign]
-    views: dict[str, Any] = {}
+    views: dict[str, object] = {}
     joined: dict[str, Any] = {}
     with make_trace(state) as trace:
         reverted = revert_weight_conversion(model, dict(state))
@@ -332,7 +335,7 @@ def _compute_relation(_: str) -> bytes:
     ).encode()
 
 
-def _trace_load(model: Any, state: dict[str, Any]) -> dict[str, Any]:
+def _trace_load(model: Any, state: dict[str, Any]) -> dict[str, object]:
     """Return, in the child process, what `from_pretrained` makes of files, as `joined` of a Relation in JSON; {} where
     it would miss a weight. `state` is {name in the files: meta tensor}."""
     from transformers.utils import logging
@@ -353,7 +356,7 @@ def _trace_load(model: Any, state: dict[str, Any]) -> dict[str, Any]:
     return joined
 
 
-def _list_linear_parameters(model: Any) -> list[str]:
+def _list_linear_parameters(model: torch.nn.Module) -> list[str]:
     """List, in the child process, the parameters that transformers would quantise: weights of linear layers, and of
     experts that are one parameter of three dimensions, [experts, out, in]; but not its output layer."""
     from torch import nn
@@ -373,7 +376,7 @@ def _list_linear_parameters(model: Any) -> list[str]:
     return out
 
 
-def _judge_loading(model: Any, state: dict[str, Any]) -> LoadVerdict:
+def _judge_loading(model: torch.nn.Module, state: dict[str, Any]) -> LoadVerdict:
     """Find out, in the child process, whether a state can be saved for the Hub and loaded back: as it is, or without a
     prefix in its names. `state` is {name in memory: meta tensor}.
 
@@ -392,7 +395,7 @@ def _judge_loading(model: Any, state: dict[str, Any]) -> LoadVerdict:
     return found
 
 
-def _load_back(model: Any, state: dict[str, Any]) -> LoadVerdict:
+def _load_back(model: Any, state: dict[str, object]) -> LoadVerdict:
     """Have `from_pretrained` load a state, {name in memory: meta tensor}, as it would be saved; return what it says.
 
     Raises:

@@ -329,7 +329,7 @@ def compute_scaling(config: Config, module: str, rank: int) -> float:
     return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)
 
 
-def look_up_pattern(config: Config, field: str, module: str, usual: Any) -> Any:
+def look_up_pattern(config: Config, field: str, module: str, usual: object) -> Any:
     """Return the value of the first pattern that matches the module to its end.
 
     Args:

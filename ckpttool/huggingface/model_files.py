@@ -77,7 +77,7 @@ def is_model_or_trainer_file(name: str) -> bool:
     return _MODEL.fullmatch(name) is not None or _TRAINING.fullmatch(name) is not None
 
 
-def _read_model_folder(source: Source, notes: list[str]) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
+def _read_model_folder(source: Source, notes: list[str]) -> tuple[dict[str, object] | None, dict[str, bytes]]:
     """Read (config.json or None, {name: bytes} of files to copy) of a folder; `notes` gets what is not copied.
 
     Raises:
@@ -126,7 +126,7 @@ def fetch_from_hub(model: str, patterns: list[str]) -> str:
         ) from None
 
 
-def read_model_files(config: str, notes: list[str] | None = None) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
+def read_model_files(config: str, notes: list[str] | None = None) -> tuple[dict[str, object] | None, dict[str, bytes]]:
     """Return (config.json or None if there is none, {name: bytes} to copy) of a folder, of the folder of a file, or of
     a Hub model id.
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from ..bounded_json import parse
 from ..errors import Corrupt, Unsupported, argument
@@ -39,7 +39,7 @@ class ModelNames(NamedTuple):
     ep_plan: Mapping[str, str] = MappingProxyType({})
 
 
-def load_config(given: str) -> dict[str, Any]:
+def load_config(given: str) -> dict[str, object]:
     """Load the config.json that --config names: in a folder, a file, or of a model id on the Hub.
 
     Raises:

@@ -145,7 +145,7 @@ _SAME = frozenset(
 
 
 def _trace_operation(
-    name: str, given: list[Part], shape: Shape, out: Any, args: Sequence[Any], dim_of: Callable[[Any], int]
+    name: str, given: list[Part], shape: Shape, out: Any, args: Sequence[Any], dim_of: Callable[[int], int]
 ) -> Any:
     """Return the parts of the result of a torch operation on one tensor, a list of parts for each tensor if the result
     is several; None if they are not known.
@@ -200,25 +200,25 @@ def make_trace(named: dict[str, Any]) -> Any:
         def __init__(self) -> None:
             super().__init__()  # type: ignore[no-untyped-call]
             self.found: dict[Any, list[Part]] = {}
-            self.alive: list[Any] = []  # so that no storage gets the address of another
+            self.alive: list[object] = []  # so that no storage gets the address of another
             for name, t in named.items():
                 zero = (0,) * t.ndim
                 runs = tuple(AxisRun(n, d, 1, d, 1) for d, n in enumerate(t.shape) if n > 1)
                 self._note(t, [Part(name, zero, zero, runs)] if prod(t.shape) else [])
 
-        def _note(self, t: Any, parts: list[Part]) -> None:
+        def _note(self, t: object, parts: list[Part]) -> None:
             self.found[self._key(t)] = parts
             self.alive.append(t)
 
         @staticmethod
-        def _key(t: Any) -> Any:
+        def _key(t: Any) -> object:
             return t.untyped_storage()._cdata, t.storage_offset(), tuple(t.shape), t.stride()
 
-        def parts_of(self, t: Any) -> list[Part] | None:
+        def parts_of(self, t: object) -> list[Part] | None:
             """Return what a tensor was made of; None where that is not known."""
             return self.found.get(self._key(t))
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **(kwargs or {}))
             name = func.overloadpacket.__name__
             try:

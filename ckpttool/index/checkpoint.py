@@ -355,7 +355,7 @@ class Unread(NamedTuple):
     component: str
     damaged: bool = False
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain data: {"name", "bytes", "what", "component", "damaged"}."""
         return self._asdict()
 
@@ -445,7 +445,7 @@ class Checkpoint:
     replicas: list[Replica] = field(default_factory=list)  # copies that were not compared yet
     unread: list[Unread] = field(default_factory=list)  # files that belong to it but that its layout does not read
     ignored_digests: bool = False  # there were digests, but the user disabled the comparison
-    merged: dict[str, Any] | None = (
+    merged: dict[str, object] | None = (
         None  # the adapter that was merged into it: {"adapter", "names", "scaling": {module: factor}}
     )
     derived: dict[str, Any] | None = (
@@ -468,7 +468,7 @@ class Checkpoint:
     tensor_parallel: dict[str, Any] | None = None
     #: {path below extra.args: data}: the arguments of the job, where they were left out of `values` with their
     #: component
-    left_arguments: dict[Path, Any] = field(default_factory=dict)
+    left_arguments: dict[Path, object] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return (
@@ -500,7 +500,7 @@ class Checkpoint:
     @overload
     def value(self, name: str, kind: type[T]) -> T | None: ...
 
-    def value(self, name: str, kind: type[Any] = object) -> Any:
+    def value(self, name: str, kind: type[object] = object) -> Any:
         """Return the data of the value with this canonical name; None if there is no such value.
 
         Args:

@@ -125,7 +125,7 @@ def _is_composite_value(path: Path, data: object) -> bool:
     )
 
 
-def collapse_composites(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
+def collapse_composites(leaves: Mapping[Path, Any]) -> dict[Path, object]:
     """Return {path: leaf} in which one `Composite` replaces the tensors inside a tensor subclass and the value that
     describes it, at the position of the first of them."""
     whole: dict[Path, Composite] = {}

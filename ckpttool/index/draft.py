@@ -117,14 +117,14 @@ class Draft:
     averages: frozenset[str] = frozenset()  # tensors that are averages of squares: `fill` refuses numbers below 0
     # tensors and values that the layout needs but the source lacks: zeros, counters
     synthesized_tensors: list[str] = field(default_factory=list)
-    synthesized_values: dict[str, Any] = field(default_factory=dict)
+    synthesized_values: dict[str, object] = field(default_factory=dict)
     changed: dict[str, str] = field(
         default_factory=dict
     )  # {value that `checkpoint` has otherwise than the source: how}
     taken_apart: dict[str, Value] = field(
         default_factory=dict
     )  # values that the files hold as several; the record has them whole
-    object_lock: dict[str, Any] = field(default_factory=dict)  # S3's arguments of an object lock; {} for none
+    object_lock: dict[str, object] = field(default_factory=dict)  # S3's arguments of an object lock; {} for none
     summary: dict[str, Any] = field(default_factory=dict)  # facts about the destination, known after its last byte
     # known after its last byte, too: {tensor: {"dtype", "infinite", "nan", "cut"}}, the numbers that a cast to that
     # dtype could not hold

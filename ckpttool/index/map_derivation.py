@@ -166,7 +166,7 @@ class _Derivation:
         return self.out
 
     @staticmethod
-    def _make_match_key(w: NamedWeight) -> tuple[Any, ...]:
+    def _make_match_key(w: NamedWeight) -> tuple[object, ...]:
         """Return (number of the layer, shape, digest), which two weights must have in common to be paired; the
         digest is None if digests are not used."""
         numbers = _NUMBER.findall(w.name)

@@ -69,7 +69,7 @@ class NamePattern:
         read = (text if v == _REST else int(text) for v, text in zip(self.variables, found, strict=False))
         return None if m is None else dict(zip(self.variables, read, strict=True))
 
-    def named(self, values: Mapping[str, Any]) -> str:
+    def named(self, values: Mapping[str, object]) -> str:
         """Return the name with its variables replaced by `values`, a dict as `match` returns it."""
         return _VARIABLE.sub(lambda m: str(values[m[2]]), self.name)
 

@@ -106,7 +106,7 @@ COUNTERS = frozenset(
 _STEPS = ("step", "global_step", "steps", "global_steps", "num_steps", "iteration")
 
 
-def step_count(values: Callable[[str], Any]) -> int | None:
+def step_count(values: Callable[[str], object]) -> int | None:
     """Return the number of optimizer steps that the trainer has counted; None where it keeps no such count.
 
     Args:
@@ -210,9 +210,9 @@ class _Naming:
             "state",
             "param_groups",
         }  # without state before its first step
-        self.raw_model: dict[str, Any] = {}  # {name as found: leaf}
+        self.raw_model: dict[str, object] = {}  # {name as found: leaf}
         self.places: dict[str, Path] = {}  # {name as found: path}
-        self.raw_optimizer: dict[Path, Any] = {}
+        self.raw_optimizer: dict[Path, object] = {}
         self.rest: dict[Path, Any] = {}
 
     def _remove_outer_key(self) -> None:
@@ -315,7 +315,7 @@ class _Naming:
             Corrupt: its entries contradict each other.
         """
         raw = self.raw_optimizer
-        own: Path = () if self.is_bare_optimizer else (*self.outer, self.optimizer_key)
+        own: Path = () if self.optimizer_key is None or self.is_bare_optimizer else (*self.outer, self.optimizer_key)
         if all(p[0] == 0 and len(p) > 1 for p in raw):  # Lightning's list of optimizers, of one
             raw, own = {p[1:]: v for p, v in raw.items()}, (*own, 0)
         if own != ("optim",):
@@ -332,7 +332,8 @@ class _Naming:
                 key = self.optimizer_key
                 self.out.update((("extra", *p), leaf) for p, leaf in self.found.items() if p[0] == key)
                 self.origin = {q: p for q, p in self.origin.items() if q[0] != "optim"}
-                self.origin["extra", key] = (*self.outer, key)
+                if key is not None:
+                    self.origin["extra", key] = (*self.outer, key)
                 self.notes.append(
                     f'"{key}" holds an optimizer that cannot be read as one, and is kept as it is, under extra: {e}'
                     if self.optimizer_guessed
@@ -342,7 +343,7 @@ class _Naming:
                 raise
 
 
-def _find_keys_by_name(found: Mapping[Path, object]) -> tuple[Any, Any]:
+def _find_keys_by_name(found: Mapping[Path, object]) -> tuple[str | int | None, str | int | None]:
     """Return (key of the model, key of the optimizer) at the root of a tree, by what trainers usually call them; None
     for one that is not there. `found` is {path: leaf}."""
     keys: dict[str, str | int] = {}
@@ -353,8 +354,8 @@ def _find_keys_by_name(found: Mapping[Path, object]) -> tuple[Any, Any]:
 
 
 def _find_keys_by_contents(
-    found: Mapping[Path, object], shape_of: ShapeOf, model: object, optim: object
-) -> tuple[Any, Any]:
+    found: Mapping[Path, object], shape_of: ShapeOf, model: str | int | None, optim: str | int | None
+) -> tuple[str | int | None, str | int | None]:
     """Return (key of the model, key of the optimizer) at the root of a tree; a key that is not known by name is
     recognised by the leaves below it. None for one that no key or that several keys fit.
 
@@ -365,7 +366,7 @@ def _find_keys_by_contents(
     """
     if model is not None and optim is not None:
         return model, optim
-    inside: dict[Any, list[Path]] = {}
+    inside: dict[str | int, list[Path]] = {}
     at_root = False
     for p, leaf in found.items():
         if not _is_known_key(str(p[0])) and p[0] not in COMPONENTS:
@@ -479,7 +480,7 @@ CANONICAL_KEYS_NOTE = (
 
 def restore_trainer_tree(
     leaves: dict[Path, Any], origin: Mapping[Path, Path], same: Any
-) -> tuple[dict[Path, Any], list[str]]:
+) -> tuple[dict[Path, object], list[str]]:
     """Restore the tree that the trainer wrote from canonical leaves, and return ({path: leaf}, notes).
 
     The canonical leaves themselves are returned if `origin` is empty. They are also returned, with a note, if a reader

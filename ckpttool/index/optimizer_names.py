@@ -54,7 +54,7 @@ class KnownModel(NamedTuple):
     same: SameTensor | None = None
     orders: Orders | None = None
 
-    def possible_orders(self) -> Iterable[Mapping[str, Any]]:
+    def possible_orders(self) -> Iterable[Mapping[str, object]]:
         """Return the model as {FQN: leaf} in every order that its module may have."""
         model = {self.clean[name]: leaf for name, leaf in self.leaves.items()}
         return self.orders(model) if self.orders is not None else (model,)
@@ -214,7 +214,7 @@ def _as_parameter_number(x: object) -> Any:
     return int(x) if isinstance(x, str) and is_number_text(x) else x
 
 
-def _group_by_options(flat: Mapping[str, Mapping[Path, object]]) -> dict[int, dict[Path, Any]]:
+def _group_by_options(flat: Mapping[str, Mapping[Path, object]]) -> dict[int, dict[Path, object]]:
     """Make param groups, {number: {path of an option: leaf}}, of {parameter: its options}: parameters with equal
     options were, or could have been, in one group."""
     out: list[tuple[Mapping[Path, Any], list[str]]] = []
@@ -229,7 +229,7 @@ def _group_by_options(flat: Mapping[str, Mapping[Path, object]]) -> dict[int, di
 
 
 def _name_numbered_parameters(
-    state: Mapping[tuple[Any, Path], object],
+    state: Mapping[tuple[object, Path], object],
     groups: Mapping[int, Mapping[Path, object]],
     model: KnownModel,
     notes: list[str],
@@ -279,7 +279,7 @@ def _name_numbered_parameters(
 
 
 def _infer_shapes_by_number(
-    state: Mapping[tuple[Any, Path], object], groups: Mapping[int, Mapping[Path, object]], shape_of: ShapeOf
+    state: Mapping[tuple[object, Path], object], groups: Mapping[int, Mapping[Path, object]], shape_of: ShapeOf
 ) -> tuple[_Slots, dict[int, tuple[int, ...] | None]]:
     """Return ({number of a parameter: {path of a slot: shape}}, {number: shape of the parameter, None where no slot
     tells}).

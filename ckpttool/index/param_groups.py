@@ -198,7 +198,7 @@ def _regroup_scheduler(
     if list(origin_of) == list(range(n)):
         return values
     out: dict[str, Value] = {}
-    flat: dict[Path, dict[int, Any]] = {}
+    flat: dict[Path, dict[int, object]] = {}
     for name, v in values.items():
         if v.component == "scheduler" and len(v.path) > 1:
             if v.path[-1] in _PER_GROUP and isinstance(v.data, list) and len(v.data) == n:

@@ -57,7 +57,7 @@ class _Node(dict[Any, Any]):
     """An inner node while a tree is built; a leaf may be a plain dict."""
 
 
-def _as_plain_tree(x: object) -> Any:
+def _as_plain_tree(x: object) -> object:
     """Convert an inner node of a tree that is being built, and all nodes below it, to dicts and lists; a leaf is
     returned unchanged.
 
@@ -77,7 +77,7 @@ def _as_plain_tree(x: object) -> Any:
     return out
 
 
-def _restore_parameter_numbers(state: dict[Any, Any], groups: object) -> dict[Any, Any]:
+def _restore_parameter_numbers(state: dict[object, object], groups: object) -> dict[object, object]:
     """Return an optimizer's state with integers as keys if its param groups list numbers; otherwise unchanged.
 
     DCP and JSON turn the numbers into text, and `load_state_dict` ignores a key that no group lists.

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..errors import Unsupported, argument
 from .checkpoint import Checkpoint, TensorEntry, joined, same_bytes, tied_weights
@@ -298,7 +298,7 @@ def find_unread_averages(ckpt: Checkpoint) -> dict[str, int | None]:
     return {r.name: r.bytes for r in ckpt.unread if r.name.endswith(WEIGHT_FILES) and is_average_key(r.name)}
 
 
-def describe_weight_sets(ckpt: Checkpoint) -> list[dict[str, Any]]:
+def describe_weight_sets(ckpt: Checkpoint) -> list[dict[str, object]]:
     """Describe the sets of weights that a checkpoint holds in addition to its model, for `Summary.weights`.
 
     Returns one dict per set: {"key", "tensors": count or None, "bytes": size or None, "what": description, "option":

@@ -47,7 +47,7 @@ def union_over_ranks(names: set[str]) -> set[str]:
     return set().union(*gather_objects(names))
 
 
-def gather_objects(mine: Any, group: Any = None) -> list[Any]:
+def gather_objects(mine: object, group: Any = None) -> list[Any]:
     """Return the objects of all ranks of a group, in the order of ranks; without a job, [mine]. A collective, which
     every rank of the group has to call.
 

@@ -20,7 +20,7 @@ def _strip_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part and part not in WRAPPERS)
 
 
-def describe_fsdp1(model: Any, optimizer: Any = None) -> dict[str, Any]:
+def describe_fsdp1(model: Any, optimizer: Any = None) -> dict[str, object]:
     """Describe the flat parameters of a live FSDP1 model, which its checkpoints do not, for --flat-layout. To be called
     on one rank.
 

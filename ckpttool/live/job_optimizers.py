@@ -6,10 +6,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import DoesNotFit, UsageError
 from .live_values import fit_to_live
+
+if TYPE_CHECKING:
+    import torch
+
+    Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
 
 __all__ = [
     "OWN_FLAGS",
@@ -30,7 +35,7 @@ OWN_FLAGS = frozenset(("foreach", "fused", "capturable", "differentiable"))
 Plans = Sequence[tuple[dict[str, Any], dict[str, Any]]]
 
 
-def list_optimizers(optimizer: object) -> tuple[Any, ...]:
+def list_optimizers(optimizer: Optimizers) -> tuple[Any, ...]:
     """Return the optimizers of a job as a tuple, () where there is none.
 
     Args:
@@ -115,7 +120,7 @@ def get_saved_groups_and_state(optimizer: Any) -> tuple[list[Mapping[str, Any]],
         return groups, {id(p): state for p, state in optimizer.state.items()}
 
 
-def make_options_restorer(groups: Iterable[dict[str, Any]]) -> Callable[[], None]:
+def make_options_restorer(groups: Iterable[dict[str, object]]) -> Callable[[], None]:
     """Return a function that restores the present options of these param groups. A tensor among the options (such as
     a learning rate) stays the same object and gets its present value again."""
     import torch
@@ -141,7 +146,7 @@ def _copy_mutable(x: Any) -> Any:
     return deepcopy(x) if isinstance(x, (dict, list, set, deque)) else x
 
 
-def set_options(group: dict[str, Any], stored: Mapping[str, object]) -> dict[str, Any]:
+def set_options(group: dict[str, object], stored: Mapping[str, object]) -> dict[str, Any]:
     """Set the options of a param group to those of a checkpoint, converted to the types that the group has, and return
     {name: value} of what was set.
 
@@ -163,7 +168,7 @@ def set_options(group: dict[str, Any], stored: Mapping[str, object]) -> dict[str
     return want
 
 
-def create_optimizer_state(optimizer: Any, wanted: Sequence[object], plans: Plans) -> None:
+def create_optimizer_state(optimizer: torch.optim.Optimizer, wanted: Sequence[object], plans: Plans) -> None:
     """Let an optimizer create the state of some parameters, by a step that changes nothing else.
 
     Gradients and the learning rate are zero, as in torch's own _init_optim_state, so weights keep their values. The

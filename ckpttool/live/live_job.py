@@ -17,7 +17,7 @@ import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,6 +33,9 @@ from .live_values import Keys, find_first_difference, fit_to_live, has_no_leaves
 from .plain_values import to_torch_dtype
 from .reader import LiveReader, ReadRequest
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = ["LiveJob"]
 
 _SMALL_TENSOR = 1 << 20  # `Loaded.values` holds tensors up to this size
@@ -47,7 +50,9 @@ class LiveJob:
     fills.
     """
 
-    def __init__(self, model: Any, optimizer: Any, scheduler: Any, opened: LiveReader) -> None:
+    def __init__(
+        self, model: torch.nn.Module, optimizer: job_optimizers.Optimizers, scheduler: Any, opened: LiveReader
+    ) -> None:
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
         from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -89,10 +94,10 @@ class LiveJob:
         self.rest: dict[str, Any] = {}
         self.step: int | None = None
         self._scheduler_state: Any = None
-        self._extra_state: dict[str, Any] = {}  # FQN -> what set_extra_state() gets
+        self._extra_state: dict[str, object] = {}  # FQN -> what set_extra_state() gets
         self._trained: list[tuple[Any, str]] = []  # (parameter, FQN that has its state)
         self._leaves: dict[
-            str, dict[str, tuple[Keys, Any]]
+            str, dict[str, tuple[Keys, object]]
         ] = {}  # FQN -> leaf of the live state -> (path, what is there)
         self._data: dict[tuple[str, str], Any] = {}  # (FQN, leaf): what was stored, of leaves that are no tensors
         self._options: list[tuple[dict[str, Any], dict[str, Any]]] = []  # (live param group, options that it must have)
@@ -699,7 +704,7 @@ def _holds_scheduler_states(x: object) -> bool:
     return isinstance(x, (list, tuple)) and any(isinstance(y, Mapping) and y for y in x)
 
 
-def _get_memory_address(t: Any) -> int:
+def _get_memory_address(t: torch.Tensor) -> int:
     """Return the memory address of this rank's part of a tensor."""
     local = t.to_local() if hasattr(t, "to_local") else t
     return int(local.data_ptr())

@@ -64,7 +64,7 @@ def fit_to_live(stored: object, live: object) -> Any:
     return stored
 
 
-def _move_like(stored: Any, live: Any) -> Any:
+def _move_like(stored: Any, live: Any) -> object:
     """Return a complete tensor on the device of the live tensor; if that is a DTensor, as a DTensor with the same
     mesh and placements."""
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -75,7 +75,7 @@ def _move_like(stored: Any, live: Any) -> Any:
     return distribute_tensor(stored, live.device_mesh, live.placements, src_data_rank=None)
 
 
-def _match_keys(stored: Mapping[Any, object], live: Mapping[Any, object]) -> dict[Any, Any]:
+def _match_keys(stored: Mapping[object, object], live: Mapping[object, object]) -> dict[object, object]:
     """Return {stored key: the live object's key for it}; all stored keys unchanged if two of them would become one."""
     texts = Counter(map(str, live))
     by_text = {str(k): k for k in live if texts[str(k)] == 1}
@@ -87,7 +87,7 @@ def _match_keys(stored: Mapping[Any, object], live: Mapping[Any, object]) -> dic
     return out if len(set(out.values())) == len(out) else {k: k for k in stored}
 
 
-def _parse_key(kind: type, text: str) -> Any:
+def _parse_key(kind: type, text: str) -> object:
     """Convert the text of a key to an int or float, if `kind` is that type and the result has exactly this text;
     otherwise return the text."""
     if kind not in (int, float):
@@ -99,7 +99,7 @@ def _parse_key(kind: type, text: str) -> Any:
     return key if str(key) == text else text
 
 
-def _make_container_like(live: Any, items: Any) -> Any:
+def _make_container_like(live: Any, items: Any) -> object:
     """Return the items in a container of the live object's class, with its settings (a deque's length, a default
     factory).
 
@@ -144,7 +144,7 @@ def iterate_leaves(live: Any, names: Container[str], path: Keys = ()) -> Iterato
         yield from iterate_leaves(x, names, (*path, key))
 
 
-def set_value_at(tree: Any, path: Keys, value: Any) -> Any:
+def set_value_at(tree: Any, path: Keys, value: object) -> Any:
     """Set a value at a path of nested containers, and return the outermost one: the same object changed in place, or a
     new one if it is a tuple."""
     key, *rest = path

@@ -24,6 +24,10 @@ from .shared_index import locate_together, open_together
 from .storage_reader import storage_reader
 
 if TYPE_CHECKING:
+    import torch
+    from torch.distributed.checkpoint.stateful import Stateful
+
+    from .job_optimizers import Optimizers
     from .live_job import LiveJob
 
 __all__ = ["Loaded", "load", "load_opened", "storage_reader"]
@@ -50,11 +54,11 @@ class Loaded:
 
 @list_keywords
 def load(
-    model: object,
-    optimizer: object,
+    model: torch.nn.Module,
+    optimizer: Optimizers,
     path: str | os.PathLike[str],
     *,
-    scheduler: object = None,
+    scheduler: Stateful | None = None,
     ignore_recorded_digests: bool = False,
     progress: Progress | None = None,
     **reading: Unpack[ReadKeywords],
@@ -96,9 +100,9 @@ def load(
 def load_opened(
     opened: OpenCheckpoint,
     path: str | os.PathLike[str],
-    model: object,
-    optimizer: object,
-    scheduler: object,
+    model: torch.nn.Module,
+    optimizer: Optimizers,
+    scheduler: Stateful | None,
     progress: Progress | None,
     started: float,
 ) -> Loaded:
@@ -151,7 +155,7 @@ def load_opened(
         raise
 
 
-def _dcp_load(state_dict: dict[str, Any], reader: object) -> None:
+def _dcp_load(state_dict: dict[str, object], reader: object) -> None:
     """Let torch.distributed.checkpoint fill a state dict in place from a StorageReader. A collective, which every rank
     has to call.
 

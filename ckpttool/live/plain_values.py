@@ -150,7 +150,7 @@ def _rebuild_dtype(x: object) -> Any:
     return np.dtype(order + x.args[0])
 
 
-def _rebuild_array(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
+def _rebuild_array(data: Any, dtype: Any, shape: object, order: object) -> Any:
     """Return a new numpy array with these bytes as its elements.
 
     Args:

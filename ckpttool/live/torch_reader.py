@@ -55,7 +55,7 @@ class EntriesByAnyName(dict[str, Any]):
     def __contains__(self, asked: object) -> bool:
         return super().__contains__(asked) or (isinstance(asked, str) and self.names.find(asked) is not None)
 
-    def __missing__(self, asked: str) -> Any:
+    def __missing__(self, asked: str) -> object:
         found = self.names.find(asked)
         if found is None:
             raise KeyError(asked)
@@ -107,7 +107,7 @@ class AnyLayoutReader(StorageReader):
         """Return the reader of the open checkpoint."""
         return self._open
 
-    def reset(self, checkpoint_id: Any = None, *args: Any, **kwargs: Any) -> None:
+    def reset(self, checkpoint_id: Any = None, *args: object, **kwargs: object) -> None:
         """Open another checkpoint if torch gives another path; called by torch at the beginning of a load. None, or the
         path that is open, changes nothing."""
         if self._open_other is not None and checkpoint_id is not None and os.fspath(checkpoint_id) != self._open.path:
@@ -115,17 +115,17 @@ class AnyLayoutReader(StorageReader):
             self._open = LiveReader(checkpoint_id, self._open_other(checkpoint_id), self._progress)
 
     # No parameter is called kwargs: torch would take an error here for a missing .metadata and ask again.
-    def read_metadata(self, *_: Any, **__: Any) -> Any:
+    def read_metadata(self, *_: object, **__: object) -> Any:
         """Return torch's Metadata, in which every tensor is one chunk and every value is bytes. Its entries are
         found by any name that a job may use."""
         ckpt = self._open.ckpt
         entries = EntriesByAnyName(self._open.names)
-        paths: dict[str, Any] = {}
+        paths: dict[str, object] = {}
         for name, value in {**self._open.pieces, **ckpt.values}.items():
             dict.__setitem__(entries, name, BytesStorageMetadata())
             paths[name] = value.path
         described: dict[
-            Any, Any
+            object, object
         ] = {}  # one for all of a kind: a hundred thousand objects are a second for the collector
         for name, t in ckpt.tensors.items():
             kind = (t.dtype, t.shape)
@@ -142,7 +142,7 @@ class AnyLayoutReader(StorageReader):
             paths[name] = t.path
         return Metadata(state_dict_metadata=entries, planner_data=paths)
 
-    def set_up_storage_reader(self, metadata: object, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(self, metadata: object, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         """Check all items, and that files of ranks belong together, on the coordinator, unless that was done before. If
         this fails, dcp.load fails on all ranks.
 
@@ -332,7 +332,7 @@ def _pickle_for_planner(x: object) -> io.BytesIO:
     return out
 
 
-def _as_held_type(number: Any, held: Any) -> Any:
+def _as_held_type(number: Any, held: Any) -> object:
     """Convert a number of an optimizer's state to the type that the job keeps, if that loses nothing; otherwise return
     it unchanged, a 0-dim tensor as a plain number.
 

@@ -8,7 +8,7 @@ does not print. The page's own policy (CSP) lets it load nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..printable import escape_unprintable
 
@@ -54,7 +54,7 @@ def include_file(environment: Environment, name: str) -> Markup:
     return mark_as_html(environment.loader.get_source(environment, name)[0])
 
 
-def render_page(environment: Environment, template: str, **context: Any) -> str:
+def render_page(environment: Environment, template: str, **context: object) -> str:
     """Return a page made of a template, with the style of all pages, as one HTML file that refers to no other;
     `context` are the names that the template uses."""
     style = include_file(environment, "page.css")

@@ -148,7 +148,7 @@ class _PageOfXml(_BoundedAnswer):
     most = _MOST_XML_BYTES
 
 
-async def _check_request_allowed(session: Any, context: Any, params: aiohttp.TraceRequestStartParams) -> None:
+async def _check_request_allowed(session: object, context: object, params: aiohttp.TraceRequestStartParams) -> None:
     """Check that the current budget, if there is one, allows another request; a hook of aiohttp, before each is sent.
 
     Raises:
@@ -158,7 +158,7 @@ async def _check_request_allowed(session: Any, context: Any, params: aiohttp.Tra
         budget.check_request_allowed()
 
 
-async def _strip_credentials(session: Any, context: Any, params: aiohttp.TraceRequestRedirectParams) -> None:
+async def _strip_credentials(session: object, context: object, params: aiohttp.TraceRequestRedirectParams) -> None:
     """Remove every header that may hold credentials from a request that is redirected to another server; a hook of
     aiohttp.
 
@@ -182,7 +182,7 @@ def _make_trace_configs() -> list[aiohttp.TraceConfig]:
 _TRACES = _make_trace_configs()  # one object: fsspec tells file systems apart by their arguments
 
 
-def session_settings() -> dict[str, Any]:
+def session_settings() -> dict[str, object]:
     """Return keyword arguments of aiohttp.ClientSession, {name: value}, that limit the size and the duration of
     responses."""
     return {
@@ -209,7 +209,7 @@ def make_s3_session_class() -> type:
     class Bounded(AIOHTTPSession):  # type: ignore[misc]
         """A session whose answers are bounded."""
 
-        async def _get_session(self, proxy_url: Any) -> Any:
+        async def _get_session(self, proxy_url: object) -> object:
             """Return the session of aiohttp for this proxy, with our hooks and our class of answers; a method that
             aiobotocore calls."""
             session = await super()._get_session(proxy_url)

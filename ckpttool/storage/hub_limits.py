@@ -140,7 +140,7 @@ class _WatchedBackend:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def connect_tcp(self, *args: Any, timeout: float | None = None, **how: Any) -> Any:
+    def connect_tcp(self, *args: Any, timeout: float | None = None, **how: object) -> object:
         """Connect as the wrapped backend does, within `stall_seconds`, and return a watched stream; `args` and `how`
         are the backend's."""
         budget = current_budget()
@@ -159,11 +159,11 @@ class _WatchedStream:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def start_tls(self, *args: Any, **how: Any) -> Any:
+    def start_tls(self, *args: Any, **how: object) -> object:
         """Start TLS as the wrapped stream does, with its arguments, and return a watched stream."""
         return _WatchedStream(self._stream.start_tls(*args, **how))
 
-    def write(self, *args: Any, **how: Any) -> None:
+    def write(self, *args: Any, **how: object) -> None:
         """Write as the wrapped stream does, with the same arguments, and restart the measured wait for a response."""
         budget = current_budget()
         if budget is not None:

@@ -271,7 +271,7 @@ class S3Object:
                 pass
 
 
-def _make_completed_part(number: int, answer: Mapping[str, Any], url: str) -> S3Answer:
+def _make_completed_part(number: int, answer: Mapping[str, object], url: str) -> S3Answer:
     """Return the description of a part that S3 requires to complete an upload: {"PartNumber", "ETag", checksums}.
 
     Args:
@@ -286,7 +286,7 @@ def _make_completed_part(number: int, answer: Mapping[str, Any], url: str) -> S3
     return {"PartNumber": number, "ETag": get_required_value(answer, "ETag", url), **sums}
 
 
-def get_required_value(answer: Mapping[str, Any], name: str, url: str) -> Any:
+def get_required_value(answer: Mapping[str, object], name: str, url: str) -> Any:
     """Return the value of a key that a response of S3 must have.
 
     Args:

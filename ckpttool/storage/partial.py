@@ -218,7 +218,7 @@ class EarlierRun(NamedTuple):
 
     done: int = 0
     digests: dict[str, str] = {}  # noqa: RUF012
-    sinks: dict[int, dict[str, Any]] = {}  # noqa: RUF012
+    sinks: dict[int, dict[str, object]] = {}  # noqa: RUF012
     lost: dict[str, tuple[int, int, int]] = {}  # noqa: RUF012
 
 
@@ -332,7 +332,7 @@ def remove_partial_folder(folder: str, target: str) -> str | None:
         )
     failed: list[str] = []
 
-    def note(function: Any, path: str, what: Any) -> None:
+    def note(function: object, path: str, what: Any) -> None:
         """Collect an error of rmtree: the function that failed, its path, and what `sys.exc_info` gives."""
         failed.append(f"{path}: {what[1].strerror or what[1]}")
 
@@ -354,7 +354,7 @@ class Cleaned:
     kept: list[tuple[str, str]] = field(default_factory=list)  # (path, why)
     failed: bool = False  # whether some of `kept` is ours, and could not be removed
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain data: {"put_back": [{"from", "to"}], "removed": [{"path", "bytes"}], "kept": [{"path", "why"}],
         "failed"}."""
         return {

@@ -81,7 +81,7 @@ def filesystem_for(url: str) -> tuple[AbstractFileSystem, str, str]:
     refuse_azure_query(url)
     if scheme in ("http", "https"):
         url, _, query = url.partition("?")
-    options: dict[str, Any] = {"use_listings_cache": False}
+    options: dict[str, object] = {"use_listings_cache": False}
     if scheme == "hf":
         options["skip_instance_cache"] = True  # it caches listings and misses for as long as it lives
     try:
@@ -142,7 +142,7 @@ def _is_azure(scheme: str) -> bool:
     return _PACKAGE.get(scheme) == "adlfs"
 
 
-def _make_client_options(scheme: str) -> dict[str, Any]:
+def _make_client_options(scheme: str) -> dict[str, object]:
     """Return the arguments of fsspec's file system, {name: value}, that limit the size and the duration of responses
     for a scheme such as "s3" (answer_limits.py); {} for a store that is limited elsewhere. Every call returns an equal
     dict, since fsspec caches file systems by their arguments, but a new one, since botocore adds to it.
@@ -304,7 +304,7 @@ class RemoteSource(Source):
             return {}
         return {name: self._record_listed(f"{folder}/{name}" if folder else name, info) for name, info in found.items()}
 
-    def _record_listed(self, name: str, info: dict[str, Any]) -> Identity | None:
+    def _record_listed(self, name: str, info: dict[str, object]) -> Identity | None:
         """Record size and time of a listed object, and return its identity; None for a folder, and for an object
         without a version in the listing.
 
@@ -627,7 +627,7 @@ def _pin_commit(fs: AbstractFileSystem, path: str) -> tuple[str, str | None]:
     return f"{kind}{at.repo_id}@{commit}/{at.path_in_repo}".rstrip("/"), commit
 
 
-def _fetch_info(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
+def _fetch_info(fs: AbstractFileSystem, path: str) -> dict[str, object]:
     """Request fsspec's `info` of an object. A file in a bucket of the Hub is looked up at the Hub each time, since it
     may be replaced and fsspec's file system would answer from its cached listing.
 

@@ -67,11 +67,11 @@ class SharedObjects:
         """Return a file that writes the object `name` from byte `start` on; `pool` is ignored."""
         return CellRange(self.cells_of(name), start)
 
-    def record_part(self, number: int, result: Mapping[str, Any]) -> None:
+    def record_part(self, number: int, result: Mapping[str, object]) -> None:
         """Do nothing, since the store itself lists the uploaded parts. (`SharedTree.record_part` records them on
         disk.)"""
 
-    def finish_sending(self) -> dict[str, Any]:
+    def finish_sending(self) -> dict[str, object]:
         """Wait until all cells are uploaded, and return {"cells": {file: {cell number: its ETag}}, "kept": how many of
         these cells an earlier run had uploaded already}.
 

@@ -76,14 +76,14 @@ class SharedTree:
         fringes = None if self.coherent else list[tuple[int, bytes]]()
         return LocalRange(os.path.join(self.folder, "tree", name), pool, start, self.may_write, fringes)
 
-    def finish_sending(self) -> dict[str, Any]:
+    def finish_sending(self) -> dict[str, object]:
         """Return {}, since nothing is uploaded."""
         return {}
 
     def close(self) -> None:
         """Do nothing: nothing is open."""
 
-    def record_part(self, number: int, result: Mapping[str, Any]) -> None:
+    def record_part(self, number: int, result: Mapping[str, object]) -> None:
         """Record durably that a part of the plan is filled; its bytes must be durable already.
 
         Args:
@@ -128,7 +128,7 @@ def has_coherent_page_cache(folder: str, mounts: str = "/proc/self/mountinfo") -
     return not re.match(r"nfs|cifs|smb|fuse", best[1])
 
 
-def read_filled_parts(folder: str, plan: str) -> dict[int, dict[str, Any]]:
+def read_filled_parts(folder: str, plan: str) -> dict[int, dict[str, object]]:
     """Read {part number: the result that its worker recorded} for the complete parts of a plan; malformed files and
     those of other plans are ignored.
 

@@ -68,7 +68,7 @@ class Portrait:
     rate: float | None
     ties: list[list[str]] = field(default_factory=list)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain data."""
         return asdict(self)
 

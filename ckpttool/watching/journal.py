@@ -180,7 +180,7 @@ class WatchJournal:
         key = blake3(name.encode("utf-8", "surrogatepass")).hexdigest(length=12)
         return os.path.join(self.folder, _RECORDS, f"{key}.json")
 
-    def write_record(self, name: str, record: Mapping[str, Any]) -> None:
+    def write_record(self, name: str, record: Mapping[str, object]) -> None:
         """Write the record of a save, durably: its fingerprint and its portrait.
 
         Raises:

@@ -83,7 +83,7 @@ def _start_watcher(run: str, options: Mapping[str, Any]) -> Watcher:
     return watcher
 
 
-def _list_verdicts(watcher: Watcher) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _list_verdicts(watcher: Watcher) -> Iterator[tuple[str, Mapping[str, object]]]:
     """Yield (name, event) of the requested saves that were judged with their present files, or that no layout
     recognises."""
     from .saves import take_fingerprint
@@ -106,12 +106,12 @@ def _list_verdicts(watcher: Watcher) -> Iterator[tuple[str, Mapping[str, Any]]]:
             )
 
 
-def _make_unjudged_event(run: str, name: str, why: str) -> dict[str, Any]:
+def _make_unjudged_event(run: str, name: str, why: str) -> dict[str, object]:
     """Return an event that says why a save cannot be judged. It is not written to the journal."""
     return {"event": "unjudged", "name": name, "path": os.path.join(run, name), "why": why}
 
 
-def _make_answer(event: Mapping[str, Any], proved: str | None) -> dict[str, Any]:
+def _make_answer(event: Mapping[str, object], proved: str | None) -> dict[str, object]:
     """Return the answer for one save: {"event", "lines", "proved"}. `proved` is the path of the newest proved save, or
     None."""
     from .describe import describe_event

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
 
 from ..engine.doctor.findings import DAMAGE, Finding
 from ..errors import CkpttoolError, Corrupt, Differs, NotRecognised, SourceChanged, Unsafe
@@ -351,7 +350,7 @@ def _describe_save(save: WatchedSave) -> Event:
     }
 
 
-def _shorten_findings(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+def _shorten_findings(findings: Sequence[Finding]) -> list[dict[str, object]]:
     """Return the first findings as plain data, each with the first of its tensors and `tensors_in_all`, their
     number."""
     rows = ((asdict(f), f.tensors) for f in findings[:_MOST_FINDINGS])

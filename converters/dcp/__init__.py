@@ -131,7 +131,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
             lost[joined(path)] = f"a part of it is in the lost bytes of {of}"
             continue
         _put_leaf(leaves, keys, path, key, of_subclass or entry)
-    seen: dict[str, tuple[dict[Path, Any], list[Record]]] = {}
+    seen: dict[str, tuple[dict[Path, object], list[Record]]] = {}
     ranks = {i: int(m[1]) for i, f in enumerate(index.files) if (m := re.match(r"__(\d+)_", f))}
     source.prefetch((index.files[f], at, min(n, _VALUE_HEAD)) for _, f, at, n, _ in index.values)
     for key, file, offset, length, transforms in index.values:
@@ -206,7 +206,9 @@ def _read_item_end(source: Source, index: Index, item: Extent) -> bytes:
     return source.read(index.files[item.file], item.offset + item.length - n, n)
 
 
-def _is_same_value_of_ranks(a: tuple[dict[Path, Any], list[Record]], b: tuple[dict[Path, Any], list[Record]]) -> bool:
+def _is_same_value_of_ranks(
+    a: tuple[dict[Path, object], list[Record]], b: tuple[dict[Path, object], list[Record]]
+) -> bool:
     """Return whether two ranks have the same value under a key. Each value is ({path: leaf}, CRC32s of the tensors in
     it, in order); tensors are compared by their CRC32s and lengths alone."""
     plain = [{p: x for p, x in leaves.items() if not isinstance(x, TensorEntry)} for leaves, _ in (a, b)]
@@ -269,7 +271,7 @@ def _look_up_path(index: Index, key: str) -> Path:
     return tuple(index.paths.get(key) or (key,))
 
 
-def _put_leaf(leaves: dict[Path, Any], keys: dict[Path, str], path: Path, key: str, leaf: Any) -> None:
+def _put_leaf(leaves: dict[Path, object], keys: dict[Path, str], path: Path, key: str, leaf: object) -> None:
     """Put a leaf at a path in `leaves`, and the flat key it came from in `keys`.
 
     Raises:
@@ -302,7 +304,7 @@ def _determine_coding(kinds: set[tuple[str, ...]], key: str) -> str:
 
 def _read_value(
     source: Source, index: Index, path: Path, file: int, offset: int, length: int, zstd: bool
-) -> tuple[dict[Path, Any], list[Record]]:
+) -> tuple[dict[Path, object], list[Record]]:
     """Read a bytes item.
 
     Args:

@@ -48,7 +48,7 @@ class _Inert(pickles.StandIn):
     def __init__(self, *args: Any) -> None:
         self.state: Any = args
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self.state = state
 
 
@@ -154,7 +154,7 @@ class _BytesCounted(_Bound, _Bytes):
 
     __slots__ = ()
 
-    def __new__(cls, *args: Any) -> _BytesCounted:
+    def __new__(cls, *args: object) -> _BytesCounted:
         cls.collect.built[1] += 1
         return object.__new__(cls)
 
@@ -164,7 +164,7 @@ class _Single(_Bound, pickles.SharedStandIn):
 
     __slots__ = ()
 
-    def __new__(cls, *args: Any) -> _Single:
+    def __new__(cls, *args: object) -> _Single:
         """Return the instance for collected objects; inside a plan of a saver, the instance for objects that are not
         collected.
 
@@ -257,7 +257,7 @@ class _Planned(_Bound, pickles.SharedStandIn):
 
     __slots__ = ()
 
-    def __new__(cls, *args: Any) -> _Planned:
+    def __new__(cls, *args: object) -> _Planned:
         """Return the one instance for all parts of a plan.
 
         Raises:
@@ -276,7 +276,7 @@ class _Plan(_Bound, pickles.SharedStandIn):
 
     __slots__ = ()
 
-    def __new__(cls, *args: Any) -> _Plan:
+    def __new__(cls, *args: object) -> _Plan:
         cls.collect.pass_edge(1)
         return cls.collect.plan
 
@@ -319,7 +319,7 @@ class _Collector:
         self.spent: dict[type, _Single] = {cls: object.__new__(cls) for cls in (box, place, item)}
         self.part, self.plan = object.__new__(planned), object.__new__(plan)
         self.single = self.instances[place], self.instances[item]
-        self.stand_ins: dict[tuple[str, str], Any] = {
+        self.stand_ins: dict[tuple[str, str], object] = {
             **_STAND_INS,
             (META, "TensorStorageMetadata"): self.tensor_class,
             (META, "BytesStorageMetadata"): self._bind_stand_in(_BytesCounted),
@@ -369,12 +369,12 @@ class _Collector:
             found.add(self.number_of(path) if file is None else file, offset, length, transforms)
         self.places, self.items = self.places + len(run), self.items + len(run)
 
-    def load_large(self, pickle: RecordCutter) -> Any:
+    def load_large(self, pickle: RecordCutter) -> object:
         """Unpickle what `RecordCutter` leaves of .metadata, collect the records that it cuts out, and return the object
         at the top of the pickle."""
         return pickles.load_large(pickle, self.stand_ins, lambda number: self.collect_run(pickle.take(number)))
 
-    def collect_run(self, run: Any) -> Any:
+    def collect_run(self, run: object) -> object:
         """Collect an object that was cut out of the pickle, unless it is inside a plan, and return the object that the
         unpickler gets in its place.
 
@@ -412,7 +412,7 @@ class _Collector:
         return type(cls.__name__[1:], (cls,), {"__slots__": (), "collect": self})
 
 
-_STAND_INS: dict[tuple[str, str], Any] = {
+_STAND_INS: dict[tuple[str, str], object] = {
     (META, "Metadata"): _Metadata,
     (MEGATRON, "MCoreMetadata"): _Metadata,
     (META, "TensorProperties"): _Properties,
@@ -535,7 +535,7 @@ def read_index(source: Source) -> Index:
     return _build_index(tops, f"{source.root}/{names[0]}")
 
 
-def _build_index(tops: list[tuple[Any, _Collector]], what: str) -> Index:
+def _build_index(tops: list[tuple[object, _Collector]], what: str) -> Index:
     """Build the index from unpickled objects. Whatever does not fit the classes of torch is damage.
 
     Args:
@@ -553,7 +553,7 @@ def _build_index(tops: list[tuple[Any, _Collector]], what: str) -> Index:
         ) from None
 
 
-def _join_collected(tops: list[tuple[Any, _Collector]], what: str) -> Index:
+def _join_collected(tops: list[tuple[object, _Collector]], what: str) -> Index:
     """Join what was collected from one or several metadata files into one index.
 
     Args:
@@ -659,7 +659,7 @@ def _read_paths(state: dict[str, Any], collector: _Collector, out: Index, what: 
     _refuse_mixed_paths(out.paths, what)
 
 
-def _refuse_duplicate_entries(entries: Collection[Any], collector: _Collector, what: str) -> None:
+def _refuse_duplicate_entries(entries: Collection[object], collector: _Collector, what: str) -> None:
     """Raise if a file describes more entries than it has names. The C unpickler keeps the last of two equal names
     silently.
 
@@ -682,7 +682,7 @@ def _refuse_duplicate_entries(entries: Collection[Any], collector: _Collector, w
 
 
 def _read_entries(
-    entries: Mapping[str, Any],
+    entries: Mapping[str, object],
     collector: _Collector,
     numbers: list[int],
     tensors: dict[str, tuple[str, tuple[int, ...], Chunks]],

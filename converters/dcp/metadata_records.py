@@ -158,11 +158,11 @@ class RecordCutter:
         self._match_plain, self._gets_known = _make_run_pattern(b"").match, False
         self._memo = b"\x94"  # how records set entries of the memo: b"" of a pickle that does not
         self._patterns: _Patterns | None = _Patterns(None, None, None)  # None: to be made of the references
-        self._outside: dict[int, Any] = {}
+        self._outside: dict[int, object] = {}
         self._given = 0
         #: What the last two instructions pushed, if it is a text, or an entry of the memo: the text, or the number.
         self._pushed: list[str | int] = ["", ""]
-        self._last: Any = None  # the text or class that the last instruction pushed
+        self._last: object = None  # the text or class that the last instruction pushed
         self._stopped = False
         self._frames, self._ready, self._at = self._iterate_frames(), b"", 0
 
@@ -207,7 +207,7 @@ class RecordCutter:
             except pickles.Truncated:
                 pass
 
-    def _push_outside(self, found: Any) -> bytes:
+    def _push_outside(self, found: object) -> bytes:
         """Keep an object for the unpickler to ask for by a persistent id, and return the opcodes that push that id."""
         self._given = (self._given + 1) & 0x7FFFFFFF
         self._outside[self._given] = found
@@ -340,7 +340,7 @@ class RecordCutter:
 
     # ------------------------------------------------------------------------------------------------- the memo
 
-    def _add_memo_entry(self, value: Any) -> None:
+    def _add_memo_entry(self, value: object) -> None:
         """Count the next memo entry, and remember it if it is a text or a class; `value` is None for anything else."""
         if isinstance(value, pickles.Global):
             if (kind := _CLASSES.get(value.name)) is not None:
@@ -351,12 +351,12 @@ class RecordCutter:
                 self._learn_reference(value)
         self._next += 1
 
-    def _remember_value(self, number: int, value: Any) -> None:
+    def _remember_value(self, number: int, value: object) -> None:
         """Remember the text or Size of memo entry `number`."""
         self._known_at.append(number)
         self._known.append(value)
 
-    def _value(self, number: int) -> Any:
+    def _value(self, number: int) -> object:
         """Return the text or Size of an entry of the memo; None if it is anything else."""
         k = bisect_left(self._known_at, number)
         return self._known[k] if k < len(self._known_at) and self._known_at[k] == number else None

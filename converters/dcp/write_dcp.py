@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
-from typing import Any
 
 from ckpttool.errors import Unsupported, argument
 from ckpttool.formats import torch_pickles, zip_bytes
@@ -325,7 +324,7 @@ class _Emitter:
 
     def __init__(self) -> None:
         self.out = bytearray(b"\x80\x02")
-        self.memo: dict[Any, bytes] = {}
+        self.memo: dict[object, bytes] = {}
         self.sizes: dict[tuple[int, ...], bytes] = {}
         for module, name in self.GLOBALS:
             self._emit_memoized(name, f"c{module}\n{name}\n".encode())
@@ -334,7 +333,7 @@ class _Emitter:
             self._emit_memoized(key, _pickle_text(key))
             self.out += b"0"
 
-    def _emit_memoized(self, key: Any, code: bytes) -> None:
+    def _emit_memoized(self, key: object, code: bytes) -> None:
         """Emit pickle code that pushes an object, and memoize the object; `memo[key]` is the code that gets it
         again."""
         n = len(self.memo)

@@ -589,7 +589,7 @@ def _parse_stage0_optimizer(f: File) -> _Stage0:
     return _Stage0(whole, state, groups, masters)
 
 
-def _parse_expert_parallel_size(f: File, group: dict[str, Any]) -> int:
+def _parse_expert_parallel_size(f: File, group: dict[str, object]) -> int:
     """Return the number of ranks over which the experts of a param group are spread; 1 for a group without experts.
 
     Raises:

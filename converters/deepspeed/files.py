@@ -354,7 +354,7 @@ class File:
         return None if found is None else stored_tensors.decode_number(found.dtype, found.data)
 
 
-def list_pickle_stand_ins(what: str) -> dict[tuple[str, str], Any]:
+def list_pickle_stand_ins(what: str) -> dict[tuple[str, str], object]:
     """Return {(module, name) of a class: callable to unpickle in its place} for the classes that DeepSpeed pickles.
 
     Enums become numbers. `what` is the path of the file, for errors.
@@ -461,7 +461,7 @@ def refuse_model_parallel(file: File, tensor_ranks: int = 1) -> None:
         )
 
 
-def get_zero_setting(config: object, key: str) -> Any:
+def get_zero_setting(config: object, key: str) -> object:
     """Return the value under `key` in zero_optimization of `config`, DeepSpeed's configuration; None where it is
     missing."""
     section = config.get("zero_optimization") if isinstance(config, dict) else None
@@ -529,7 +529,7 @@ def are_values_equal(a: object, b: object, in_a: File | None = None, in_b: File 
     return bool(a == b) or (a != a and b != b)
 
 
-def read_loss_scaler(optim: dict[str, Any]) -> Leaves:
+def read_loss_scaler(optim: dict[str, object]) -> Leaves:
     """Return {path: value} of the loss scaler in an optimizer file, under canonical paths that begin with "scaler".
 
     `optim` is the file's `optimizer_state_dict`. The static scaler with factor 1, which bf16 and fp32 engines have,

@@ -93,7 +93,7 @@ _OF_MODEL = {
 _TRAINER = ("global_step", "epoch", "max_steps", "num_train_epochs", "num_input_tokens_seen", "train_batch_size")
 
 
-def _read_json(source: Source, name: str) -> dict[str, Any]:
+def _read_json(source: Source, name: str) -> dict[str, object]:
     """Read a file of JSON below the source; {} where it is damaged or no dict."""
     data = source.read_all(name, 64 << 20)
     try:
@@ -107,7 +107,7 @@ class _ModelNames(NamedTuple):
     """What the model file of rank 0 lists: its state dict, frozen parameters, buffers, and {alias: owner} of all
     ranks."""
 
-    module: dict[Any, Any]
+    module: dict[object, object]
     frozen: dict[str, tuple[int, ...]]
     buffers: list[str]
     aliases: dict[str, str]
@@ -386,7 +386,7 @@ class SaveReader:
             chunks = Chunks.whole(t.shape, first.number, *t.extent)
             self.rounded[name] = TensorEntry(t.dtype, t.shape, ("model", name), chunks)
 
-    def _note_omitted_weights(self, first: File, module: dict[Any, Any]) -> None:
+    def _note_omitted_weights(self, first: File, module: dict[object, object]) -> None:
         """Add to `self.notes` that weights which are their fp32 masters, rounded, are not kept beside these, and that
         frozen parameters were left out of the save.
 

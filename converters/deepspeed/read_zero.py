@@ -62,7 +62,7 @@ class _Optim(NamedTuple):
     optimizer, its param groups."""
 
     file: File
-    whole: dict[str, Any]
+    whole: dict[str, object]
     masters: list[StoredTensor]
     state: dict[int, dict[str, Any]]
     groups: list[dict[str, Any]] | None
@@ -143,7 +143,7 @@ def _load_optimizer_files(
     return out
 
 
-def _check_stage(f: File, whole: dict[str, Any], flats: str) -> None:
+def _check_stage(f: File, whole: dict[str, object], flats: str) -> None:
     """Check that an optimizer file states a stage whose masters lie under the key `flats`.
 
     BF16_Optimizer, whose masters lie where those of stages 1 and 2 do, states none.
@@ -165,7 +165,7 @@ def _is_flat_float_tensor(x: object) -> bool:
     return isinstance(x, StoredTensor) and len(x.shape) == 1 and x.contiguous and "float" in x.dtype
 
 
-def _list_slot_names(state: dict[int, dict[str, Any]]) -> dict[int, set[str]]:
+def _list_slot_names(state: dict[int, dict[str, object]]) -> dict[int, set[str]]:
     """Return {number of a flat tensor: names of its slots} of the base optimizer's `state`."""
     return {g: set(slots) for g, slots in state.items()}
 
@@ -260,7 +260,7 @@ def _add_optimizer(
         )
 
 
-def _read_shared_counter(reading: SaveReader, files: list[File], values: list[Any], what: str) -> Any:
+def _read_shared_counter(reading: SaveReader, files: list[File], values: list[object], what: str) -> object:
     """Return a counter on which all ranks must agree: the entry of rank 0's tensor, or the value itself if it is no
     tensor.
 
@@ -452,7 +452,7 @@ def _salvage_weights(reading: SaveReader, model: File, world: int, lost: int) ->
 
 
 def _order_group_members(
-    reading: SaveReader, optims: list[_Optim], g: int, shapes: list[str], module: dict[str, Any]
+    reading: SaveReader, optims: list[_Optim], g: int, shapes: list[str], module: dict[str, object]
 ) -> list[str]:
     """Return the parameters of group `g` in the order of the optimizer; a note is added if param_shapes has another
     order.

@@ -74,7 +74,7 @@ def make_parameter_pattern(name: str) -> str:
     return f"^{re.escape(name)}$"
 
 
-def advise_joining(tree: Mapping[str, Any]) -> str:
+def advise_joining(tree: Mapping[str, object]) -> str:
     """Return advice for the user, in sentences, on a model file without affine_map: what wrote it, and how to get one
     with it.
 
@@ -99,7 +99,7 @@ def count_map_ranks(stored: object) -> int:
     return len(ranks) if isinstance(ranks, dict) else 0
 
 
-def read_sub_param_sizes(info: Mapping[str, Any]) -> dict[str, list[int]]:
+def read_sub_param_sizes(info: Mapping[str, object]) -> dict[str, list[int]]:
     """Return {pattern of a parameter: sizes of the matrices that are concatenated in it, along the dimension that is
     cut}.
 
@@ -250,7 +250,7 @@ def _cut_equally(shape: tuple[int, ...], axis: int, sizes: Sequence[int], ranks:
     return ParameterCut(shape, [at(shape[axis] // ranks, shape)] * ranks, pieces)
 
 
-def build_universal_info(info: Mapping[str, Any], cuts: Mapping[str, ParameterCut]) -> dict[str, Any]:
+def build_universal_info(info: Mapping[str, object], cuts: Mapping[str, ParameterCut]) -> dict[str, object]:
     """Return universal_checkpoint_info of a save for other tensor-parallel ranks.
 
     Args:
@@ -282,7 +282,7 @@ def build_universal_info(info: Mapping[str, Any], cuts: Mapping[str, ParameterCu
 
 def _encode_piece(
     shape: tuple[int, ...], part: tuple[int, ...], box: Box, held: tuple[int, ...], ranks: list[int]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return a piece of a rank as affine_map stores it.
 
     Args:

@@ -72,7 +72,7 @@ def read_tensor_ranks(
     return _Joining(first, parts, maps, models[0][0]).join()
 
 
-def _read_affine_map(where: str, model: File) -> dict[str, Any]:
+def _read_affine_map(where: str, model: File) -> dict[str, object]:
     """Return affine_map of a model file: {pattern of a parameter: its entry, as unpickled}.
 
     `where` is the path of the save, for errors.
@@ -91,7 +91,7 @@ def _read_affine_map(where: str, model: File) -> dict[str, Any]:
     if not isinstance(stated, dict) or stated.get("version") != 1 or not isinstance(stated.get("params"), dict):
         version = short(stated.get("version") if isinstance(stated, dict) else stated)
         raise Unsupported(f"{model.what}: an affine_map of version {version}; 1 is read.", code="CKPT0325")
-    found: dict[str, Any] = stated["params"]
+    found: dict[str, object] = stated["params"]
     return found
 
 
@@ -128,7 +128,7 @@ class _Joining:
         self.where, self.parts = reading.where, parts
         info = model.tree[INFO]
         refused = info.get("autotp_unsupported_parameter_patterns")
-        self.info: dict[str, Any] = info
+        self.info: dict[str, object] = info
         self.refused = refused if isinstance(refused, dict) else {}
         listed = model.tree.get("buffer_names")
         names = [n for n in model.tree["module"] if isinstance(n, str)]

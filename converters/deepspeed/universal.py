@@ -133,7 +133,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     return reading.build_checkpoint("universal", None)
 
 
-def _refuse_missing_slots(reading: SaveReader, members: list[list[str]], slots: dict[str, dict[str, Any]]) -> None:
+def _refuse_missing_slots(reading: SaveReader, members: list[list[str]], slots: dict[str, dict[str, object]]) -> None:
     """Refuse a save in which parameters have different slots.
 
     Only the maximum of AMSGrad (max_exp_avg_sq), an option of a param group, may differ between groups.
@@ -181,7 +181,7 @@ def _refuse_unknown_folders(reading: SaveReader, model: ds.File, params: Iterabl
             )
 
 
-def _read_parameter(reading: SaveReader, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+def _read_parameter(reading: SaveReader, name: str, shape: tuple[int, ...]) -> dict[str, object]:
     """Read one parameter's folder; return {"fp32": weight, "exp_avg": slot, "step": tensor or number}, one entry for
     each file.
 

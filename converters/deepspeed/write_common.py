@@ -271,7 +271,7 @@ class SavePlan:
                 )
         return config if isinstance(config, dict) else {}
 
-    def set_tensor_ranks(self, ranks: int, cuts: dict[str, Any]) -> None:
+    def set_tensor_ranks(self, ranks: int, cuts: dict[str, object]) -> None:
         """Plan for an engine of several tensor-parallel ranks, and change the source's ds_config accordingly, if there
         is one.
 

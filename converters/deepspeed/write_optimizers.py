@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
 from ckpttool.engine.flat.split_state import find_shared_scalars
 from ckpttool.formats.torch_pickles import TensorRef
@@ -110,7 +109,7 @@ class OptimizerFiles:
     def _build_optimizer_tree(self, rank: int, ids: list[list[int]]) -> dict[str, object]:
         """Return the content of a rank's optimizer file. `ids` has, for each param group, the numbers of its flat
         tensors."""
-        masters: list[Any] = []
+        masters: list[object] = []
         state: dict[int, dict[str, object]] = {g: dict(s) for g, s in enumerate(self.scalars) if s}
         for k, column in enumerate(self.columns):
             n = self.numel_of(rank, column)

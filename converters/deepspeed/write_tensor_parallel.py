@@ -92,7 +92,7 @@ def write_tensor_ranks(plan: dw.SavePlan, options: WriteOptions, world: int, ran
 
 def _find_cuts(
     ckpt: Checkpoint, state: Training, options: WriteOptions, ranks: int
-) -> tuple[Mapping[str, Any], dict[str, ParameterCut]]:
+) -> tuple[Mapping[str, object], dict[str, ParameterCut]]:
     """Find how `ranks` tensor-parallel ranks cut each parameter, from the save of --like or else the source.
 
     Returns:

@@ -10,7 +10,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ckpttool.engine.flat import flat_layout
 from ckpttool.engine.flat.flat_layout import Flat, FlatLayout, FlatPart
@@ -256,7 +256,7 @@ def _find_tied_slices(plain: dict[str, Column], slices: set[str]) -> dict[str, s
         plain: {name: what each rank has} of everything in the model that is no flat parameter.
         slices: the names that are slices of parameters.
     """
-    first: dict[Any, str] = {}
+    first: dict[object, str] = {}
     out = {}
     for name in plain:
         if name in slices:
@@ -335,7 +335,7 @@ _OPTIMIZER = "the optimizer's state"
 
 
 def find_model_names(
-    files: Files, options: ModelHints, config: dict[str, Any] | None, optim: list[list[Rank]]
+    files: Files, options: ModelHints, config: dict[str, object] | None, optim: list[list[Rank]]
 ) -> tuple[ModelNames, str] | None:
     """Return the names and shapes of the model in its order, from --like, the config, or sharded tensors in the
     optimizer.

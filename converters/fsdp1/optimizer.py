@@ -30,7 +30,7 @@ _Slots = dict[tuple[Any, Any], Column]
 
 
 def read_optimizer(
-    files: Files, saved: list[list[Rank]], known: ModelInfo, options: ReadOptions, config: dict[str, Any] | None
+    files: Files, saved: list[list[Rank]], known: ModelInfo, options: ReadOptions, config: dict[str, object] | None
 ) -> Leaves:
     """Read the optimizer and return its leaves, {("optim", ...): tensor or value}.
 
@@ -147,7 +147,7 @@ def _collect_slots(ranks: list[Rank]) -> _Slots:
         Corrupt: ranks have different slots of a parameter.
     """
     out: _Slots = {}
-    first: dict[Any, tuple[Rank, dict[Any, Any]]] = {}
+    first: dict[object, tuple[Rank, dict[object, object]]] = {}
     for i, r in enumerate(ranks):
         for name, slots in r.tree["state"].items():
             if isinstance(slots, dict) and slots:
@@ -215,7 +215,7 @@ def _read_flat_optimizer(
     groups: list[dict[Any, Any]],
     known: ModelInfo,
     options: ReadOptions,
-    config: dict[str, Any] | None,
+    config: dict[str, object] | None,
 ) -> Leaves:
     """Return the leaves of state and groups, by FQN, of an optimizer whose slots are 1-D slices.
 
@@ -253,7 +253,7 @@ def _read_flat_optimizer(
     by_key = {f.key: f for f in layout.flats}
     by_name = {p.name: (f, p) for f in layout.flats for p in f.parts}
     copies = dict(layout.copies)
-    by_number: dict[Any, list[tuple[str, list[Any]]]] = {}
+    by_number: dict[object, list[tuple[str, list[object]]]] = {}
     for (x, slot), column in columns.items():
         by_number.setdefault(x, []).append((str(slot), column))
     out: Leaves = {}
@@ -282,7 +282,7 @@ def _assemble_slots(files: Files, ranks: list[Rank], columns: _Slots) -> Leaves:
     return out
 
 
-def _count_elements_by_number(files: Files, ranks: list[Rank], columns: _Slots) -> dict[Any, tuple[int, ...]]:
+def _count_elements_by_number(files: Files, ranks: list[Rank], columns: _Slots) -> dict[object, tuple[int, ...]]:
     """Return {number of a parameter: the number of its elements on each rank}, the same for all slots.
 
     A slot with one element on every rank, where other slots have more, is a single number for the whole parameter and
@@ -380,7 +380,7 @@ def _generate_candidate_layouts(
     own: RankSlices,
     expected: list[list[Any]],
     options: ReadOptions,
-    config: dict[str, Any] | None,
+    config: dict[str, object] | None,
 ) -> Iterable[FlatLayout]:
     """Yield the flat layouts to try: the given one if there is one, else those that the model's names and shapes allow.
 
@@ -437,8 +437,8 @@ def _generate_candidate_layouts(
 def _explain_unresolved_numbers(
     files: Files,
     ranks: list[Rank],
-    ids: list[list[Any]],
-    lengths: dict[Any, tuple[int, ...]],
+    ids: list[list[object]],
+    lengths: dict[object, tuple[int, ...]],
     layout: FlatLayout | None,
     known: ModelInfo,
 ) -> str:

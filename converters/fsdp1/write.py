@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ckpttool import bounded_json
 from ckpttool.engine.conservation import list_changed_values
@@ -204,7 +204,7 @@ def _write_model(out: _DraftFiles, state: Training) -> None:
     _place_model_chunks(out, buffers, numbers, places, cut)
 
 
-def _replace_tensors_by_views(tree: object, views: dict[str, object]) -> Any:
+def _replace_tensors_by_views(tree: object, views: dict[str, object]) -> object:
     """Return a nested value in which each tensor is replaced by its reference, `views` {name: reference to pickle}."""
     if isinstance(tree, TensorEntry):
         return views[joined(tree.path[1:])]

@@ -152,7 +152,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     return out
 
 
-def _refuse_truncated_vocabulary(source: Source, tensors: dict[str, TensorEntry], config: dict[str, Any]) -> None:
+def _refuse_truncated_vocabulary(source: Source, tensors: dict[str, TensorEntry], config: dict[str, object]) -> None:
     """Raise if an embedding has fewer rows than `vocab_size` in config.json. Files of torch's writer do not say how
     many rows there are.
 

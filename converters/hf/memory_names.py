@@ -65,7 +65,7 @@ def restore_memory_names(
 
 
 def ties(
-    config: dict[str, Any] | None, tensors: dict[str, TensorEntry], relation: hub_names.Relation | None
+    config: dict[str, object] | None, tensors: dict[str, TensorEntry], relation: hub_names.Relation | None
 ) -> dict[str, str]:
     """Return {name: the one that it is tied to} in the model of a config; empty where there is no config.
 
@@ -78,7 +78,7 @@ def ties(
     return _find_usual_ties(config, tensors)
 
 
-def _find_usual_ties(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> dict[str, str]:
+def _find_usual_ties(config: dict[str, object], tensors: dict[str, TensorEntry]) -> dict[str, str]:
     """Return {output layer: embedding} if both have usual names and the config says that they are tied."""
     if not config.get("tie_word_embeddings"):
         return {}
@@ -86,7 +86,7 @@ def _find_usual_ties(config: dict[str, Any], tensors: dict[str, TensorEntry]) ->
     return dict.fromkeys(_HEADS, kept) if kept else {}
 
 
-def needs_transformers(config: dict[str, Any], tensors: dict[str, TensorEntry]) -> bool:
+def needs_transformers(config: dict[str, object], tensors: dict[str, TensorEntry]) -> bool:
     """Return whether transformers must be asked for the names of weights: they may differ on the Hub, or ties depend on
     its defaults. False for an adapter."""
     if not isinstance(config.get("model_type"), str):
@@ -97,7 +97,7 @@ def needs_transformers(config: dict[str, Any], tensors: dict[str, TensorEntry]) 
 
 
 def _ask_for_hub_names(
-    config: dict[str, Any],
+    config: dict[str, object],
     tensors: dict[str, TensorEntry],
     notes: list[str],
 ) -> hub_names.Relation | None:
@@ -113,7 +113,7 @@ def _ask_for_hub_names(
 
 
 def _ask_for_loaded_names(
-    config: dict[str, Any], tensors: dict[str, TensorEntry], notes: list[str]
+    config: dict[str, object], tensors: dict[str, TensorEntry], notes: list[str]
 ) -> hub_names.Relation | None:
     """Return how from_pretrained maps weights whose names are not those that save_pretrained writes; None if it cannot
     load them, which is added to `notes`."""

@@ -162,7 +162,7 @@ def metadata(objects: Mapping[str, Composite], names: Iterable[str]) -> dict[str
     return {**out, _NAMES: json.dumps(listed)}
 
 
-def _describe_weight(name: str, found: Composite) -> dict[str, Any]:
+def _describe_weight(name: str, found: Composite) -> dict[str, object]:
     """Return the entry of torchao's `__metadata__` for a quantised weight: {"_type", "_data", "_tensor_data_names"}.
 
     Raises:
@@ -180,7 +180,7 @@ def _describe_weight(name: str, found: Composite) -> dict[str, Any]:
     return {"_type": found.about["class"][1], "_data": data, "_tensor_data_names": inside}
 
 
-def _encode_attribute(x: Any, name: str) -> Any:
+def _encode_attribute(x: Any, name: str) -> object:
     """Return an attribute as torchao encodes it in JSON. `name` is that of the weight, for the message.
 
     Raises:
@@ -262,13 +262,13 @@ def assemble_quantised_weights(
     return out
 
 
-def _parse_entry(text: str, what: str) -> Any:
+def _parse_entry(text: str, what: str) -> object:
     """Parse the JSON of an entry of `__metadata__`; `what` names it in messages."""
     return bounded_json.parse(text.encode("utf-8", "surrogatepass"), what)
 
 
 def _make_composite(
-    name: str, cls: str, kind: _Class, data: dict[str, Any], inside: dict[str, TensorEntry], what: str
+    name: str, cls: str, kind: _Class, data: dict[str, object], inside: dict[str, TensorEntry], what: str
 ) -> Composite:
     """Make a quantised weight.
 
@@ -291,7 +291,7 @@ def _make_composite(
         shape = [*qdata.shape[:-1], qdata.shape[-1] * 2] if packed else list(qdata.shape)
         state = {k: make_placeholder(k) if k in inside else given.get(k) for k in kind.state}
         ordered = {k: inside[k] for k in kind.state if k in inside}
-        about: dict[str, Any] = {
+        about: dict[str, object] = {
             "class": Global(kind.module, cls),
             "dtype": dtype.name,
             "shape": shape,
@@ -308,7 +308,7 @@ def _make_composite(
     return Composite(("model", name), about, {k: replace(t, path=("model", name, k)) for k, t in ordered.items()})
 
 
-def _decode_attribute(x: Any) -> Any:
+def _decode_attribute(x: object) -> Any:
     """Return an attribute that torchao encoded in JSON.
 
     Raises:

@@ -197,7 +197,7 @@ def read(source: Source, first: int) -> SavedState:
     )
 
 
-def _read_index_record(source: Source) -> tuple[dict[str, Any], str]:
+def _read_index_record(source: Source) -> tuple[dict[str, object], str]:
     """Return (index.json, what it is called in messages).
 
     Raises:
@@ -233,12 +233,12 @@ def _parse_weights(index: dict[str, Any], what: str) -> tuple[list[str], dict[st
     return weights, tied
 
 
-def _is_text_list(x: Any) -> bool:
+def _is_text_list(x: object) -> bool:
     """Return whether a value is a list of strings."""
     return isinstance(x, list) and all(type(k) is str for k in x)
 
 
-def _parse_path(x: Any, what: str) -> Path:
+def _parse_path(x: object, what: str) -> Path:
     """Return the path that a list in index.json stands for; `what` names that file in messages.
 
     Raises:
@@ -249,7 +249,7 @@ def _parse_path(x: Any, what: str) -> Path:
     return tuple(x)
 
 
-def _parse_origin(rows: Any, what: str) -> dict[Path, Path]:
+def _parse_origin(rows: object, what: str) -> dict[Path, Path]:
     """Return {canonical path: path in the user's own tree} from the rows of index.json, which `what` names in messages.
 
     Raises:
@@ -260,7 +260,7 @@ def _parse_origin(rows: Any, what: str) -> dict[Path, Path]:
     return {_parse_path(a, what): _parse_path(b, what) for a, b in rows}
 
 
-def _check_files(said: Any, there: list[str], source: Source, what: str) -> list[str]:
+def _check_files(said: object, there: list[str], source: Source, what: str) -> list[str]:
     """Check the files in the folder against index.json, and return the names of the shards.
 
     Args:
@@ -299,7 +299,7 @@ def _check_files(said: Any, there: list[str], source: Source, what: str) -> list
     return [n for n in said if n != _VALUES]
 
 
-def _read_tensors(rows: Any, files: list[str], source: Source, first: int, what: str) -> dict[str, TensorEntry]:
+def _read_tensors(rows: object, files: list[str], source: Source, first: int, what: str) -> dict[str, TensorEntry]:
     """Return {name: tensor} of the shards, which must be those of index.json, in its order.
 
     Args:

@@ -114,7 +114,7 @@ def _find_common_prefix(ckpt: Checkpoint, source: Source, options: WriteOptions)
 
 def _find_config_files(
     ckpt: Checkpoint, source: Source, options: WriteOptions, notes: list[str]
-) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
+) -> tuple[dict[str, object] | None, dict[str, bytes]]:
     """Return (config.json or None, {name: bytes} of files to copy) of the model, adapted to what is written:
     dequantised, quantised, of another vocabulary size, or untied.
 
@@ -148,7 +148,7 @@ def _find_config_files(
 
 def _without_quantization(
     ckpt: Checkpoint, config: dict[str, Any], files: dict[str, bytes], notes: list[str]
-) -> tuple[dict[str, Any], dict[str, bytes]]:
+) -> tuple[dict[str, object], dict[str, bytes]]:
     """Return (config, {name: bytes} of files to copy) in which no dequantised weight is declared quantised. `notes`
     gets what was removed or listed.
 
@@ -183,7 +183,7 @@ def _without_quantization(
     return config, {**files, "config.json": (json.dumps(config, indent=2) + "\n").encode()}
 
 
-def _explain_mismatch(ckpt: Checkpoint, config: dict[str, Any], options: WriteOptions) -> str | None:
+def _explain_mismatch(ckpt: Checkpoint, config: dict[str, object], options: WriteOptions) -> str | None:
     """Return why the weights are not those of the model of a config; None if they are, or if this cannot be told.
     `options` is not used."""
     objects = {joined(c.path[1:]): c for c in find_composites(ckpt).values() if c.path[0] == "model"}
@@ -256,8 +256,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 
 
 def _untie_config(
-    config: dict[str, Any] | None, extra: dict[str, bytes]
-) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
+    config: dict[str, object] | None, extra: dict[str, bytes]
+) -> tuple[dict[str, object] | None, dict[str, bytes]]:
     """Return (config, {name: bytes} of files to copy) of a model without tied weights. `extra` are the files before the
     change.
 
@@ -274,8 +274,8 @@ def _untie_config(
 
 
 def _with_config_value(
-    config: dict[str, Any], extra: dict[str, bytes], key: str, value: Any
-) -> tuple[dict[str, Any], dict[str, bytes]]:
+    config: dict[str, Any], extra: dict[str, bytes], key: str, value: object
+) -> tuple[dict[str, object], dict[str, bytes]]:
     """Return (config, {name: bytes} of files to copy) with another value under `key`. If the config of the text model
     has the key, it is changed there. `extra` are the files before the change."""
     text = config.get("text_config")
@@ -359,7 +359,7 @@ class _Weights(NamedTuple):
 
 
 def _collect_weights(
-    ckpt: Checkpoint, source: Source, options: WriteOptions, config: dict[str, Any] | None, notes: list[str]
+    ckpt: Checkpoint, source: Source, options: WriteOptions, config: dict[str, object] | None, notes: list[str]
 ) -> _Weights:
     """Return the tensors that save_pretrained would write, and the list of what is dropped.
 
@@ -431,7 +431,7 @@ def _split_quantised_weights(
     objects: dict[str, Composite],
     relation: hub_names.Relation | None,
     notes: list[str],
-    config: dict[str, Any] | None,
+    config: dict[str, object] | None,
 ) -> tuple[dict[str, TensorEntry], dict[str, TensorEntry]]:
     """Return ({name: tensor of the source}, {name: the same with the dtype to write}) of a model, in which quantised
     weights are replaced by their inner tensors.
@@ -514,7 +514,7 @@ def _ask_for_verdict(
 
 
 def _check_names(
-    ckpt: Checkpoint, config: dict[str, Any], model: dict[str, TensorEntry], options: WriteOptions, notes: list[str]
+    ckpt: Checkpoint, config: dict[str, object], model: dict[str, TensorEntry], options: WriteOptions, notes: list[str]
 ) -> hub_names.Relation | None:
     """Check that the weights are those of the model of a config, and return how names differ on the Hub; None if they
     do not.
@@ -609,7 +609,7 @@ def _map_to_hub_names(relation: hub_names.Relation | None) -> dict[str, str]:
 def _select_hub_tensors(
     ckpt: Checkpoint,
     model: dict[str, TensorEntry],
-    config: dict[str, Any] | None,
+    config: dict[str, object] | None,
     relation: hub_names.Relation | None,
     source: Source,
     notes: list[str],
@@ -662,7 +662,7 @@ def _select_hub_tensors(
     return out, gone, together
 
 
-def _refuse_undeclared_codes(model: dict[str, TensorEntry], config: dict[str, Any], files: dict[str, bytes]) -> None:
+def _refuse_undeclared_codes(model: dict[str, TensorEntry], config: dict[str, object], files: dict[str, bytes]) -> None:
     """Raise if weights are packed codes and config.json does not declare a quantisation: from_pretrained would load the
     codes as numbers. `files` are the files to copy, by name.
 

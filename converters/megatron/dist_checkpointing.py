@@ -415,7 +415,7 @@ def _may_be_flat_ranges(tensors: Mapping[str, TensorEntry], name: str, key: Key)
 # --------------------------------------------------------------------------------------------------------- objects
 
 
-def _add_rank_objects(leaves: Leaves, objects: Mapping[str, Mapping[Path, Any]]) -> None:
+def _add_rank_objects(leaves: Leaves, objects: Mapping[str, Mapping[Path, object]]) -> None:
     """Add the objects that ranks saved to `leaves`: random states, the common state of newer versions, param groups.
 
     Param groups are objects in the format `dp_reshardable`. `objects` is {key: {path inside the object: leaf}}.
@@ -451,7 +451,7 @@ def _add_rank_objects(leaves: Leaves, objects: Mapping[str, Mapping[Path, Any]])
         _add_param_groups(leaves, groups)
 
 
-def _add_param_groups(leaves: Leaves, groups: Mapping[str, tuple[Any, int]]) -> None:
+def _add_param_groups(leaves: Leaves, groups: Mapping[str, tuple[object, int]]) -> None:
     """Add the param groups of the optimizer, which every data-parallel group has saved, to `leaves`.
 
     `groups` is {key: (param groups as plain data, number of their optimizer in the chain, 0 if there is only one)}.
@@ -473,7 +473,7 @@ def _add_param_groups(leaves: Leaves, groups: Mapping[str, tuple[Any, int]]) -> 
     leaves |= stored_tensors.read_leaves(tree, (), 0, _refuse_reading, "the param groups")[0]
 
 
-def _unwrap_object(inside: Mapping[Path, Any], key: str, may_have_tensors: bool = False) -> object:
+def _unwrap_object(inside: Mapping[Path, object], key: str, may_have_tensors: bool = False) -> object:
     """Return the object in an item of dist_checkpointing, which stores it as the only element of a list.
 
     Args:

@@ -86,7 +86,7 @@ class FsdpDtensor:
         return locate_distcp_tensors(ckpt, source)
 
 
-def _rename_leaves(found: Mapping[Path, Any], names: Mapping[str, str]) -> Leaves:
+def _rename_leaves(found: Mapping[Path, object], names: Mapping[str, str]) -> Leaves:
     """Return the leaves of a DCP folder under the names that Megatron-Core's other formats have.
 
     Args:

@@ -133,7 +133,7 @@ def parse_object_key(key: str) -> tuple[Path, int | None]:
     return ("extra", key), None
 
 
-def to_plain_args(x: object) -> Any:
+def to_plain_args(x: object) -> object:
     """Return the arguments of a job, as unpickled, as plain data.
 
     A Namespace becomes a dict, and a member of one of Megatron's enumerations {"class": name, "value": value}. Anything
@@ -150,14 +150,14 @@ def to_plain_args(x: object) -> Any:
     return x
 
 
-def from_plain_args(x: object) -> Any:
+def from_plain_args(x: object) -> object:
     """Return arguments in the form of `to_plain_args` as an argparse.Namespace to be pickled."""
     out = Opaque(Global("argparse", "Namespace"), ())
     out.state = _restore_enums(x)
     return out
 
 
-def _restore_enums(x: object) -> Any:
+def _restore_enums(x: object) -> object:
     """Return plain data in which each {"class": name, "value": value} is an object that pickles as that member of an
     enumeration.
 
@@ -192,7 +192,7 @@ def parse_common_state(tree: object, what: str) -> dict[str, object]:
             f"{what}: holds {short(tree)}, not the common state of a Megatron-Core checkpoint.", code="CKPT0406"
         )
     out: dict[str, Any] = {}
-    extra: dict[str, Any] = {}
+    extra: dict[str, object] = {}
     ours: dict[str, object] = {}
     for key, x in tree.items():
         if key in ("opt_param_scheduler", "lr_scheduler"):  # verl's
@@ -225,7 +225,7 @@ def parse_common_state(tree: object, what: str) -> dict[str, object]:
     return out
 
 
-def _add_common_optimizer(x: object, out: dict[str, Any], extra: dict[str, Any], what: str) -> None:
+def _add_common_optimizer(x: object, out: dict[str, object], extra: dict[str, Any], what: str) -> None:
     """Add the optimizer in common.pt, or several chained ones in their order, to the nested dict under canonical keys.
 
     Args:
@@ -289,7 +289,7 @@ def name_param_groups(leaves: Leaves, notes: list[str]) -> None:
     (0 for biases and parameters of one dimension) and `is_expert_parallel`. Groups of other kinds keep their
     hyperparameters and no list of parameters. Notes for the user are added to `notes`.
     """
-    found: dict[int, dict[Any, Any]] = {}
+    found: dict[int, dict[object, object]] = {}
     for path, leaf in leaves.items():
         if path[:2] == ("optim", "param_groups") and len(path) == 4:
             found.setdefault(int(path[2]), {})[path[3]] = leaf
@@ -325,7 +325,7 @@ def name_param_groups(leaves: Leaves, notes: list[str]) -> None:
 
 
 def replace_unnamed_optimizer(
-    out: Checkpoint, named: Mapping[Path, Any], notes: Iterable[str], components: Collection[str]
+    out: Checkpoint, named: Mapping[Path, object], notes: Iterable[str], components: Collection[str]
 ) -> None:
     """Replace the optimizer's tensors of unknown parameters by those in `named`; the checkpoint is changed in place.
 
@@ -362,7 +362,7 @@ def has_no_weight_decay(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def assign_group_members(
-    groups: Mapping[int, Mapping[Any, Any]], dims: Mapping[str, int]
+    groups: Mapping[int, Mapping[object, object]], dims: Mapping[str, int]
 ) -> dict[int, list[str]] | None:
     """Return {number of a param group: its parameters} by Megatron-Core's rule; None if the rule does not fit the
     groups.

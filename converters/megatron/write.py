@@ -445,7 +445,7 @@ def _build_optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str]) 
 
 def _to_megatron_groups(
     ckpt: Checkpoint, groups: list[dict[str, Any]], members: list[list[str]], notes: list[str]
-) -> tuple[list[dict[str, Any]], list[list[str]]]:
+) -> tuple[list[dict[str, object]], list[list[str]]]:
     """Turn the param groups of another trainer into Megatron-Core's two: with weight decay and without.
 
     Args:

@@ -590,7 +590,7 @@ def _with_foreign_optimizer_as_extra(
     return {("extra", stem, *p) if p[0] == "optimizer" else p: leaf for p, leaf in leaves.items()}
 
 
-def _parse_left_over(leaves: Mapping[Path, Any], what: str) -> dict[Path, Any]:
+def _parse_left_over(leaves: Mapping[Path, Any], what: str) -> dict[Path, object]:
     """Return {canonical path: leaf} of ckpttool_state.pt, in which ckpttool keeps state that the trainer has no file
     for.
 
@@ -602,7 +602,7 @@ def _parse_left_over(leaves: Mapping[Path, Any], what: str) -> dict[Path, Any]:
         Corrupt: ckpttool did not write the file like this.
     """
     values, paths = leaves.get(("values",), ()), leaves.get(("paths",), ())
-    out: dict[Path, Any] = {}
+    out: dict[Path, object] = {}
     try:
         for path, data in (*values, *((p, leaves["tensors", str(i)]) for i, p in enumerate(paths))):
             if path[0] not in COMPONENTS or path in out or not all(isinstance(x, (str, int)) for x in path):

@@ -288,7 +288,7 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         placed |= set(scaler)
         small.append(SmallFile("scaler.pt", strip_paths(scaler, 1)))
     rng = _make_rng_files(ckpt, world, "rng_state_{}.pth" if world > 1 else "rng_state.pth", {}, placed)
-    counters: dict[Path, Any] = {}
+    counters: dict[Path, object] = {}
     for path, data in _select_leaves(ckpt, "trainer").items():
         if len(path) == 2 and path[1] in _TRAINER_STATE and _is_json_value(data):
             counters[path[1:]] = data
@@ -350,7 +350,7 @@ def write_llamafactory(ckpt: Checkpoint, source: Source, options: WriteOptions) 
     if not loaders:
         notes.append(f"no data loader of {world} ranks is in the source: the job begins the epoch again")
     epoch = ckpt.value("trainer.epoch")
-    counters: dict[Path, Any] = {
+    counters: dict[Path, object] = {
         ("global_step",): count_steps(ckpt, source),
         ("epoch",): int(epoch) if isinstance(epoch, (int, float)) else 0,
     }
@@ -426,7 +426,7 @@ def count_steps(ckpt: Checkpoint, source: Source) -> int:
     return 0
 
 
-def _compare_counters(ckpt: Checkpoint, written: Mapping[Path, Any]) -> tuple[set[Path], dict[Path, Any]]:
+def _compare_counters(ckpt: Checkpoint, written: Mapping[Path, object]) -> tuple[set[Path], dict[Path, object]]:
     """Compare counters that a trainer's file gets with those of the source.
 
     Args:
@@ -488,7 +488,7 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     notes: list[str] = []
     step = count_steps(ckpt, source)
     epoch = ckpt.value("trainer.epoch")
-    meta: dict[Path, Any] = {
+    meta: dict[Path, object] = {
         ("epoch",): epoch if isinstance(epoch, int) else 0,
         ("global_step",): step,
     }
@@ -525,7 +525,7 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     state = replace(ckpt.only(["model", "optim"]), origin={}, ranks={}, notes=[])
     keys = {"model": "state_dict", "optim": "optimizer_0"}
 
-    def tree(leaves: dict[Path, Any]) -> dict[Path, Any]:
+    def tree(leaves: dict[Path, object]) -> dict[Path, Any]:
         """Return the leaves under Lightning's keys for model and optimizer."""
         return {(keys[str(p[0])], *p[1:]): leaf for p, leaf in leaves.items()}
 
@@ -570,10 +570,10 @@ def _make_loop_state(step: int) -> dict[str, object]:
     return {"fit_loop": fit}
 
 
-def _to_titan_tree(leaves: dict[Path, Any]) -> dict[Path, Any]:
+def _to_titan_tree(leaves: dict[Path, Any]) -> dict[Path, object]:
     """Return {path in torchtitan's state dict: leaf}: the model at the root, and the optimizer flattened by parameter
     (StateDictOptions(flatten_optimizer_state_dict=True))."""
-    out: dict[Path, Any] = {}
+    out: dict[Path, object] = {}
     for path, leaf in leaves.items():
         kind = path[:2]
         if path[0] == "model":
@@ -628,7 +628,7 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
         )
     world = options.ranks(ckpt)
     step = count_steps(ckpt, source)
-    needed: dict[Path, Any] = {
+    needed: dict[Path, object] = {
         ("trainer", "step"): step,
         ("trainer", "ntokens_seen"): 0,
         ("scheduler", "last_epoch"): step,
@@ -686,7 +686,7 @@ def write_torchtune(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     if not isinstance(run, int):
         run = int(epoch) if isinstance(epoch, (int, float)) else 0
     # what a recipe asks for; None is no limit, and no seed
-    needed: dict[Path, Any] = {
+    needed: dict[Path, object] = {
         ("trainer", "epochs_run"): run,
         ("trainer", "total_epochs"): run + 1,
         ("extra", "seed"): None,
@@ -698,7 +698,7 @@ def write_torchtune(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     )
     state.values = {**state.values, **{joined(p): Value(p, x) for p, x in made.items()}}
 
-    def tree(leaves: dict[Path, Any]) -> dict[Path, Any]:
+    def tree(leaves: dict[Path, object]) -> dict[Path, Any]:
         """Return the leaves as a recipe keeps them: weights at the root, the optimizer and counters under their
         names."""
         return {(("optimizer", *p[1:]) if p[0] == "optim" else p[1:]): leaf for p, leaf in leaves.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -57,7 +57,7 @@ def choose_thread_count(given: int | None) -> int:
     return given or min(8, max(2, cores))
 
 
-def print_ledger_entry(entry: dict[str, Any], as_json: bool) -> None:
+def print_ledger_entry(entry: dict[str, object], as_json: bool) -> None:
     """Print a line of the ledger on stdout: its number and hash, or all of it as JSON."""
     if as_json:
         print_json(entry)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
 
 from blake3 import blake3
 
@@ -120,7 +119,7 @@ def tensor_digests_and_crcs(
     records: Records,
     budget: IOBudget,
     seen: Callable[[Block], None] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Digest tensors and return {"digests": {tensor: BLAKE3 hex digest}, "seen": the ranges that were read of
     incomplete records, as `Reader.absorb` takes them}.
 

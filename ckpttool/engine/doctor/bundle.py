@@ -27,7 +27,7 @@ _MOST_FILES = 5000  # folders that are begun are listed to their end
 _OURS = f"{os.sep}ckpttool{os.sep}"
 
 
-def describe_checkpoint(path: str, options: OpenOptions, found: Diagnosis | Exception) -> dict[str, Any]:
+def describe_checkpoint(path: str, options: OpenOptions, found: Diagnosis | Exception) -> dict[str, object]:
     """Return a description of a checkpoint for a bug report, without its data: {"files", "layout", "trainer",
     "world_size", "tensors", "values", "findings", "error"}.
 
@@ -59,7 +59,7 @@ def describe_checkpoint(path: str, options: OpenOptions, found: Diagnosis | Exce
     return out
 
 
-def _describe_error(error: Exception) -> dict[str, Any]:
+def _describe_error(error: Exception) -> dict[str, object]:
     """Return {"code", "kind", "raised"} of an error: its CKPT code or None, the name of its class, and the places in
     ckpttool where it was raised. The message is left out."""
     frames = traceback.extract_tb(error.__traceback__)

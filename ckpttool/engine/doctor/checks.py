@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from ... import layouts
 from ...errors import CkpttoolError
@@ -186,7 +186,7 @@ class Examined:
         return {str(t.path[1]): t for t in self.ckpt.tensors.values() if t.path[0] == "model" and len(t.path) == 2}
 
     @cached_property
-    def model_config(self) -> dict[str, Any] | None:
+    def model_config(self) -> dict[str, object] | None:
         """Get the model's config.json as a dict: the one that `--config` names, else the one that the layout has read,
         else the one in the folder. None where there is none that can be read.
 

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Unpack
+from typing import Unpack
 
 from ... import layouts
 from ...errors import CkpttoolError, IncompleteWeights, NotRecognised, RemoteError, Unsupported, UsageError, argument
@@ -58,7 +58,7 @@ class Diagnosis(Shown):
     next: list[str] = field(default_factory=list)
     fits: bool | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the fields as plain data for JSON."""
         return asdict(self)
 

@@ -420,7 +420,7 @@ def _lay_out_without(
 # ----------------------------------------------------------------------------------------------------------- JSON
 
 
-def to_json(layout: FlatLayout) -> dict[str, Any]:
+def to_json(layout: FlatLayout) -> dict[str, object]:
     """Convert a layout to the JSON object that `parse_layout_json` reads, as plain data."""
     flats = []
     for f in layout.flats:

@@ -71,7 +71,7 @@ def explain_layer(model: StreamedModel, a: ModelSide, b: ModelSide, layer: str) 
     return causes
 
 
-def find_config_differences(x: Mapping[str, Any], y: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def find_config_differences(x: Mapping[str, object], y: Mapping[str, object]) -> dict[str, tuple[object, object]]:
     """Return {key: (value in x, value in y)} of the keys whose values differ and that may change what a model computes.
     Nested keys are joined with dots; None stands for a missing key."""
     a, b = dict(_flatten_config("", x)), dict(_flatten_config("", y))
@@ -79,7 +79,7 @@ def find_config_differences(x: Mapping[str, Any], y: Mapping[str, Any]) -> dict[
     return {k: (a.get(k), b.get(k)) for k in keys}
 
 
-def _flatten_config(above: str, config: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _flatten_config(above: str, config: Mapping[str, object]) -> list[tuple[str, object]]:
     """List (key joined with dots, value) of a nested config.
 
     Args:

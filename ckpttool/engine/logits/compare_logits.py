@@ -108,12 +108,12 @@ class LogitComparison(Shown):
         """The verdict: "equal" or "different"."""
         return "equal" if self.equal else "different"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Convert to plain data; numbers that are infinite or NaN become text."""
         plain: dict[str, Any] = replace_non_finite_numbers(asdict(self))
         return plain
 
-    def summarise(self) -> dict[str, Any]:
+    def summarise(self) -> dict[str, object]:
         """Return the verdict and the numbers as plain data, without the layers and the weights."""
         plain = self.to_json()
         return dict(list(plain.items())[: list(plain).index("bound") + 1])
@@ -444,13 +444,13 @@ def _measure_noise(
         row.bound = _MARGIN * most
 
 
-def _list_other_ways(model: StreamedModel) -> list[tuple[str, Callable[[], Any], Callable[[], Any]]]:
+def _list_other_ways(model: StreamedModel) -> list[tuple[str, Callable[[], object], Callable[[], object]]]:
     """List other ways to compute a model, as (description, function that sets it up, function that undoes that)."""
     import torch
 
     usual = getattr(model.model.config, "_attn_implementation", None)
     other = "sdpa" if usual == "eager" else "eager"
-    ways: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = []
+    ways: list[tuple[str, Callable[[], object], Callable[[], object]]] = []
     if usual is not None:
         attend = model.model.set_attn_implementation
         ways.append((f"{other} attention for {usual}", lambda: attend(other), lambda: attend(usual)))

@@ -199,7 +199,7 @@ def _count_image_tokens(streamed: StreamedModel, side: ModelSide, given: dict[st
     model = streamed.model
     merging = next((m for m in model.modules() if hasattr(m, "get_placeholder_mask")), None)
 
-    def count(*arguments: Any, **named: Any) -> Any:
+    def count(*arguments: object, **named: object) -> Any:
         raise _Counted(_count_feature_vectors(named.get("image_features", arguments[2:3])))
 
     try:

@@ -77,7 +77,7 @@ def open_side(
     path: CheckpointPath,
     reading: OpenOptions,
     writing: WriteRequest,
-    config: dict[str, Any] | None = None,
+    config: dict[str, object] | None = None,
 ) -> ModelSide:
     """Open a checkpoint in any layout for a comparison of logits; quantised weights are dequantised.
 
@@ -107,8 +107,8 @@ def open_side(
 
 
 def _find_config(
-    opened: OpenCheckpoint, given: str | None, path: CheckpointPath, otherwise: dict[str, Any] | None
-) -> dict[str, Any]:
+    opened: OpenCheckpoint, given: str | None, path: CheckpointPath, otherwise: dict[str, object] | None
+) -> dict[str, object]:
     """Return the config.json of a checkpoint's model: the one that was `given`, else its own or one in its folder, else
     `otherwise`.
 

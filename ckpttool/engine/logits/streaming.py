@@ -56,7 +56,7 @@ class StreamedModel:
     _live_bytes: int = 0
 
     @classmethod
-    def of_config(cls, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> StreamedModel:
+    def of_config(cls, config: dict[str, object], dtype: torch.dtype, device: torch.device) -> StreamedModel:
         """Build the model of a config.json, with its parameters on the meta device.
 
         Raises:
@@ -207,7 +207,7 @@ class StreamedModel:
             return lambda module, arguments: self._load_weights(side, name)
 
         def after(name: str, is_layer: bool) -> Any:
-            def hook(module: Any, arguments: Any, output: Any) -> None:
+            def hook(module: object, arguments: object, output: object) -> None:
                 self._release_weights(name)
                 if is_layer:
                     calls[name] = calls.get(name, 0) + 1
@@ -289,7 +289,7 @@ class StreamedModel:
         parent, _, key = name.rpartition(".")
         return key not in self.model.get_submodule(parent)._non_persistent_buffers_set
 
-    def _find_layers(self, name: str, module: Any, seen: set[int]) -> None:
+    def _find_layers(self, name: str, module: torch.nn.Module, seen: set[int]) -> None:
         """Add the layers of a module to `layers`: the items of module lists, and submodules without lists. A module
         with a list in it is an entry with the parameters of its own.
 
@@ -313,7 +313,9 @@ class StreamedModel:
         elif any(True for _ in (*module.parameters(), *module.buffers())):
             self.layers[name] = dict(self._list_parameter_places(name, module, deep=True))
 
-    def _list_parameter_places(self, name: str, module: Any, deep: bool) -> Iterator[tuple[str, tuple[Any, str, bool]]]:
+    def _list_parameter_places(
+        self, name: str, module: torch.nn.Module, deep: bool
+    ) -> Iterator[tuple[str, tuple[object, str, bool]]]:
         """Yield (name, (module, attribute, whether it is a buffer)) of the parameters and persistent buffers of a
         module; with `deep`, also of its submodules."""
         for path, inner in module.named_modules(prefix=name) if deep else ((name, module),):
@@ -326,7 +328,7 @@ class StreamedModel:
                     yield below + key, (inner, key, True)
 
 
-def list_tensors(output: Any) -> list[torch.Tensor]:
+def list_tensors(output: object) -> list[torch.Tensor]:
     """List the floating-point tensors in the output of a module: a tensor, or nested tuples, lists and dicts."""
     import torch
 
@@ -336,14 +338,14 @@ def list_tensors(output: Any) -> list[torch.Tensor]:
     return [t for x in inside for t in list_tensors(x)]
 
 
-def _has_module_list(module: Any) -> bool:
+def _has_module_list(module: torch.nn.Module) -> bool:
     """Tell whether a module is a ModuleList or contains one at any depth."""
     import torch
 
     return any(isinstance(m, torch.nn.ModuleList) for m in module.modules())
 
 
-def _is_module_list_item(model: Any, name: str) -> bool:
+def _is_module_list_item(model: torch.nn.Module, name: str) -> bool:
     """Tell whether the module of this name is an item of a ModuleList."""
     import torch
 

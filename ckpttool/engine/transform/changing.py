@@ -44,7 +44,7 @@ class Page:
 
 
 def change_tensors(
-    ckpt: Checkpoint, source: Source, beside: Source | None, changes: Mapping[str, Callable[[Page], Any]]
+    ckpt: Checkpoint, source: Source, beside: Source | None, changes: Mapping[str, Callable[[Page], object]]
 ) -> tuple[Checkpoint, Source]:
     """Replace the tensors whose names match by tensors that functions compute when they are read, and return (the new
     index, its files).
@@ -130,7 +130,7 @@ def _refuse_quantised_tensors(ckpt: Checkpoint, beside: Source | None, chosen: M
 
 
 def _make_computation(
-    reader: BoxReader, name: str, t: TensorEntry, function: Callable[[Page], Any]
+    reader: BoxReader, name: str, t: TensorEntry, function: Callable[[Page], object]
 ) -> Callable[[int, int], Array]:
     """Return a function (first, end) that computes these elements of a tensor with the caller's function."""
 
@@ -148,7 +148,7 @@ def _compute_box(
     reader: BoxReader,
     name: str,
     t: TensorEntry,
-    function: Callable[[Page], Any],
+    function: Callable[[Page], object],
     box: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> Array:
     """Call the caller's function with a box (start, shape) of a tensor, and return the result as a flat array of the

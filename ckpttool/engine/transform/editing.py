@@ -72,7 +72,7 @@ def set_values(ckpt: Checkpoint, wanted: Mapping[str, object]) -> tuple[Checkpoi
     return out, changed
 
 
-def _convert_to_type_of(old: Any, new: Any) -> Any:
+def _convert_to_type_of(old: Any, new: object) -> object:
     """Return `new` in the type of `old`: an integer becomes a float, a list a tuple.
 
     Raises:

@@ -49,7 +49,7 @@ def read_job_arguments(ckpt: Checkpoint, source: Source) -> tuple[dict[str, Any]
     return {}, ""
 
 
-def _parse_nemo_config(data: bytes, name: str) -> dict[str, Any]:
+def _parse_nemo_config(data: bytes, name: str) -> dict[str, object]:
     """Parse the scalars of `config` in the YAML that NeMo's io.dump writes, one line each and indented by two, and
     return {key: value}. `name` names the file in errors."""
     _, _, config = data.decode(errors="replace").partition("\nconfig:\n")
@@ -62,7 +62,7 @@ def _parse_nemo_config(data: bytes, name: str) -> dict[str, Any]:
     return out
 
 
-def _parse_meta_params(data: bytes, name: str) -> dict[str, Any]:
+def _parse_meta_params(data: bytes, name: str) -> dict[str, object]:
     """Parse Meta's params.json and return its content; {} if the file is no params.json of Meta. `name` names the file
     in errors."""
     try:

@@ -420,7 +420,7 @@ def quantize(opened: OpenCheckpoint, given: str | None) -> tuple[Checkpoint, Qua
     return out, computed
 
 
-def _make_quantization_config(scheme: _Scheme, chosen: _Chosen) -> dict[str, Any]:
+def _make_quantization_config(scheme: _Scheme, chosen: _Chosen) -> dict[str, object]:
     """Return the quantization_config for the model that is written: the one in the config, or a new one."""
     if scheme.stated is not None:
         return dict(scheme.stated)

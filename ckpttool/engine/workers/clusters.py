@@ -162,9 +162,9 @@ class SharedExecutor(Executor):
 
     def __init__(self, inner: Executor, said: str) -> None:
         self._inner, self._said = inner, said
-        self._futures: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
+        self._futures: weakref.WeakSet[Future[object]] = weakref.WeakSet()
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(self, fn: Callable[..., object], /, *args: object, **kwargs: object) -> Future[Any]:
         """Return the future of `fn(*args)`, which the shared Executor runs.
 
         Raises:
@@ -269,9 +269,9 @@ class _DaskExecutor(SharedExecutor):
         # pure=False: the same request again is another task; retries=0: whoever submits decides about those
         super().__init__(client.get_executor(retries=0, pure=False), said)
         self._client = client
-        self._keys: weakref.WeakKeyDictionary[Future[Any], str] = weakref.WeakKeyDictionary()
+        self._keys: weakref.WeakKeyDictionary[Future[object], str] = weakref.WeakKeyDictionary()
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(self, fn: Callable[..., object], /, *args: object, **kwargs: object) -> Future[Any]:
         """Return the future of `fn(*args)`. The keyword `workers` is a list of addresses of the workers that may run
         it.
 
@@ -392,14 +392,14 @@ class _RayExecutor(Executor):
     def __init__(self, ray: Any) -> None:
         self._ray = ray
         self._remote: dict[Callable[..., Any], Any] = {}
-        self._references: weakref.WeakKeyDictionary[Future[Any], Any] = weakref.WeakKeyDictionary()
+        self._references: weakref.WeakKeyDictionary[Future[object], object] = weakref.WeakKeyDictionary()
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(self, fn: Callable[..., Any], /, *args: object, **kwargs: object) -> Future[Any]:
         """Return the future of `fn(*args, **kwargs)`; it fails with Ray's WorkerCrashedError if the worker dies."""
         if fn not in self._remote:
             self._remote[fn] = self._ray.remote(num_cpus=1, max_retries=0, scheduling_strategy="SPREAD")(fn)
         reference = self._remote[fn].remote(*args, **kwargs)
-        future: Future[Any] = reference.future()
+        future: Future[object] = reference.future()
         self._references[future] = reference
         return future
 

@@ -230,7 +230,7 @@ def _add_sent_cells(sent: Mapping[str, dict[int, str]], results: Mapping[int, Ma
 
 def _send_remaining_cells(
     draft: Draft,
-    asked: Mapping[str, Any],
+    asked: Mapping[str, object],
     written: Mapping[int, Sequence[Written]],
     digests: dict[str, str],
     sent: dict[str, dict[int, str]],

@@ -68,7 +68,7 @@ class LocalProcesses(Executor):
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._tasks: queue.SimpleQueue[tuple[Future[Any], str, str] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Future[object], str, str] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._workers: set[_Worker] = set()
         self._lock = threading.Lock()
@@ -102,7 +102,7 @@ class LocalProcesses(Executor):
                 process.wait()  # while the template is there, which knows how its copies ended
             earlier.close()
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: object) -> Future[Any]:
         """Return the future of `fn(text)`, where `fn` is a function of a module and both texts are str.
 
         The future fails with WorkerDied if the process ends, with the same class if `fn` raised an error of ckpttool,
@@ -114,7 +114,7 @@ class LocalProcesses(Executor):
         """
         if kwargs or len(args) != 1 or fn.__module__ == "__main__" or "." in fn.__qualname__:
             raise ValueError(f"{fn.__module__}.{fn.__qualname__}{args}: only functions of modules, with one text.")
-        future: Future[Any] = Future()
+        future: Future[object] = Future()
         with self._lock:
             if self._closed:
                 raise RuntimeError("submit after shutdown")

@@ -225,7 +225,7 @@ def _as_marked(x: object) -> object:
     return Marked(x[0], tuple(x[1]), x[2]) if _is_mark(x) else x
 
 
-def _is_mark(x: Any) -> TypeGuard[list[Any]]:
+def _is_mark(x: object) -> TypeGuard[list[Any]]:
     """Tell whether a value of `Trace.held` is a mark: [dtype, shape, fingerprint]."""
     return isinstance(x, list) and len(x) == 3 and isinstance(x[0], str) and isinstance(x[1], (list, tuple))
 

@@ -159,7 +159,7 @@ class Report:
         checkpoint does not fit the job."""
         return {"fail": 10, "not comparable": 10, "gate failed": 11, "does not fit": 12}.get(self.word, 0)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Plain data, as in --json and report.json; NaN and infinities are strings, as in a trace."""
         data = {
             "ckpttool": SCHEMA,

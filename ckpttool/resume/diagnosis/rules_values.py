@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...engine.tensor_faults.tensor_diff import VAGUE, TensorDiff
 from ...engine.tensor_faults.tensor_kinds import TensorKind
@@ -270,7 +270,7 @@ def _explain_bias_correction(reference: Trace, of: Mapping[str, float]) -> str |
     known, steps = collect_options_by_parameter(reference), collect_optimizer_steps(reference)
     for n, factor in of.items():
         fqn, which = parse_fqn(n), {"exp_avg": 0, "exp_avg_sq": 1}.get(parse_slot(n))
-        betas: Any = known.get(fqn, {}).get("betas")
+        betas: object = known.get(fqn, {}).get("betas")
         if which is None or fqn not in steps or not isinstance(betas, (list, tuple)) or len(betas) != 2:
             return None
         left = 1 - float(betas[which]) ** steps[fqn]

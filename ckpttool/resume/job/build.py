@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...engine.opening import OpenCheckpoint
 from ...errors import Unsupported, UsageError, argument
@@ -39,6 +39,10 @@ from ..trace.live_facts import list_dropouts, named_parameters
 from ..trace.state_after import needs_step_argument
 from .peft_model import add_lora_layers
 from .user_job import call_build
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["Job", "build_job"]
 
@@ -152,7 +156,7 @@ def build_job(settings: RunSettings, opened: OpenCheckpoint | None) -> Job:
     )
 
 
-def _bind_optimizer(optimizer: Any, model: Any, names: Mapping[int, str]) -> Any:
+def _bind_optimizer(optimizer: Any, model: torch.nn.Module, names: Mapping[int, str]) -> Any:
     """Return the optimizer of the user's job, bound to the parameters that the model has after sharding.
 
     Args:
@@ -170,7 +174,7 @@ def _bind_optimizer(optimizer: Any, model: Any, names: Mapping[int, str]) -> Any
     return optimizer
 
 
-def _bind_scheduler(scheduler: Any, optimizer: Any, settings: RunSettings) -> Any:
+def _bind_scheduler(scheduler: object, optimizer: torch.optim.Optimizer, settings: RunSettings) -> Any:
     """Return the scheduler of the user's own job; build() may have returned a function of the optimizer.
 
     Raises:
@@ -187,7 +191,7 @@ def _bind_scheduler(scheduler: Any, optimizer: Any, settings: RunSettings) -> An
     return scheduler
 
 
-def _check_trainable_from_start(model: Any, optimizer: Any) -> None:
+def _check_trainable_from_start(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuse a model and optimizer of build() that cannot be trained without a checkpoint.
 
     Raises:
@@ -207,7 +211,7 @@ def _check_trainable_from_start(model: Any, optimizer: Any) -> None:
 # ----------------------------------------------------------------------------------------------- where models come from
 
 
-def _nest_under_prefix(model: Any, settings: RunSettings) -> Any:
+def _nest_under_prefix(model: torch.nn.Module, settings: RunSettings) -> Any:
     """Return a model whose parameter names begin with `settings.module_prefix`: empty modules around the given one, or
     that itself if the prefix is "".
 
@@ -230,7 +234,7 @@ def _nest_under_prefix(model: Any, settings: RunSettings) -> Any:
             self.add_module(name, inner)
             self.__dict__["inner"] = inner
 
-            def forward(*args: Any, **more: Any) -> Any:
+            def forward(*args: Any, **more: object) -> Any:
                 return inner(*args, **more)
 
             forward.__signature__ = inspect.signature(inner.forward)  # type: ignore[attr-defined]
@@ -331,7 +335,7 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
-def _match_model_to_checkpoint(model: Any, ckpt: Checkpoint, notes: list[str]) -> None:
+def _match_model_to_checkpoint(model: torch.nn.Module, ckpt: Checkpoint, notes: list[str]) -> None:
     """Give parameters and buffers the checkpoint's dtypes, and let only the parameters in its param groups require
     gradients.
 
@@ -342,7 +346,7 @@ def _match_model_to_checkpoint(model: Any, ckpt: Checkpoint, notes: list[str]) -
 
     groups = _list_stored_param_groups(ckpt)
     trained = {n for g in groups for n in g["params"]}
-    done: dict[int, Any] = {}
+    done: dict[int, object] = {}
     idle = 0
     for prefix, module in model.named_modules():
         for name, param in list(module._parameters.items()):
@@ -367,14 +371,14 @@ def _match_model_to_checkpoint(model: Any, ckpt: Checkpoint, notes: list[str]) -
 # ------------------------------------------------------------------------------------------------------------ sharding
 
 
-def _is_distributed_model(model: Any) -> bool:
+def _is_distributed_model(model: torch.nn.Module) -> bool:
     """Tell whether a model is wrapped in DistributedDataParallel or has DTensor parameters."""
     from torch.nn.parallel import DistributedDataParallel
 
     return isinstance(model, DistributedDataParallel) or any(hasattr(p, "_local_tensor") for p in model.parameters())
 
 
-def _list_repeated_blocks(model: Any) -> list[Any]:
+def _list_repeated_blocks(model: torch.nn.Module) -> list[Any]:
     """List the modules to shard one by one, such as transformer layers; those that share a parameter are left out."""
     from torch import nn
 
@@ -389,7 +393,7 @@ def _list_repeated_blocks(model: Any) -> list[Any]:
     return [m for m in outer if all(held[id(p)] == 1 for p in m.parameters())]
 
 
-def _shard_model(model: Any, mesh: Any, settings: RunSettings) -> None:
+def _shard_model(model: torch.nn.Module, mesh: DeviceMesh, settings: RunSettings) -> None:
     """Shard the blocks of a model and its root with FSDP2, after tensor parallelism, activation checkpointing and
     compilation.
 
@@ -418,7 +422,7 @@ def _shard_model(model: Any, mesh: Any, settings: RunSettings) -> None:
     fully_shard(model, **options)
 
 
-def _enable_activation_checkpointing(model: Any, blocks: list[Any]) -> None:
+def _enable_activation_checkpointing(model: Any, blocks: list[object]) -> None:
     """Let a model recompute the activations of its blocks in the backward pass."""
     if hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -429,7 +433,7 @@ def _enable_activation_checkpointing(model: Any, blocks: list[Any]) -> None:
     apply_activation_checkpointing(model, check_fn=lambda m: id(m) in chosen)
 
 
-def _apply_tensor_parallelism(model: Any, mesh: Any) -> None:
+def _apply_tensor_parallelism(model: torch.nn.Module, mesh: DeviceMesh) -> None:
     """Shard a model by the tensor-parallel plan that transformers has for its architecture, with torch's styles.
 
     `mesh` is the DeviceMesh of the tensor-parallel ranks.
@@ -497,7 +501,7 @@ def _materialise_model(model: Any, settings: RunSettings) -> None:
     ours = settings.device if settings.device == "cpu" else f"cuda:{torch.cuda.current_device()}"
     home = "cpu" if settings.cpu_offload else ours
 
-    def there(t: Any) -> Any:
+    def there(t: torch.Tensor) -> Any:
         return torch.empty_like(t, device=home) if t.device.type == "meta" else t.to(home)
 
     model._apply(there)
@@ -512,7 +516,7 @@ def _materialise_model(model: Any, settings: RunSettings) -> None:
                     module._buffers[name] = buffer.to(ours)
 
 
-def _set_gradient_summing(model: Any, world: int) -> float:
+def _set_gradient_summing(model: torch.nn.Module, world: int) -> float:
     """Make FSDP2 sum gradients over ranks instead of averaging them, and return the factor for the loss.
 
     The factor is 1, or `world` (the number of data-parallel ranks) if gradients are averaged because torch or DDP
@@ -546,7 +550,7 @@ def _list_stored_param_groups(ckpt: Checkpoint) -> list[dict[str, Any]]:
     return [g for g in groups if all(isinstance(n, str) for n in g["params"])]
 
 
-def _build_optimizer(model: Any, ckpt: Checkpoint, notes: list[str]) -> Any:
+def _build_optimizer(model: torch.nn.Module, ckpt: Checkpoint, notes: list[str]) -> Any:
     """Build the Adam, AdamW or SGD optimizer that a checkpoint's slots (tensors kept for each parameter) and options
     fit.
 
@@ -591,7 +595,7 @@ def _build_optimizer(model: Any, ckpt: Checkpoint, notes: list[str]) -> Any:
     return out
 
 
-def _replace_parameters(optimizer: Any, names: Mapping[int, str], new: Mapping[str, Any]) -> None:
+def _replace_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str], new: Mapping[str, object]) -> None:
     """Replace the parameters of an optimizer that was created before the model was sharded.
 
     Args:
@@ -620,7 +624,7 @@ def _make_loss_function(given: Any, causal: bool) -> Callable[[Any, Mapping[str,
     import torch
     import torch.nn.functional as F
 
-    def language(model: Any, batch: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    def language(model: torch.nn.Module, batch: Mapping[str, Any]) -> tuple[object, object, object]:
         """Compute (sum of the cross-entropy of next tokens, number of tokens, logits), or from the model's own mean
         loss, then without logits."""
         labels = batch.get("labels", batch["input_ids"])
@@ -646,7 +650,7 @@ def _make_loss_function(given: Any, causal: bool) -> Callable[[Any, Mapping[str,
             )
         return mean * count, count, None
 
-    def own(model: Any, batch: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    def own(model: torch.nn.Module, batch: Mapping[str, object]) -> tuple[Any, Any, Any]:
         """Call the loss of build(), and check what it returns."""
         out = given(model, batch)
         if not isinstance(out, tuple) or len(out) not in (2, 3):

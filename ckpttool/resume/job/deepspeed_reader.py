@@ -134,7 +134,7 @@ def _convert_to_universal(save: str, scratch: str | None) -> str | None:
     return f"DeepSpeed's ds_to_universal failed: {lines[-1][:200]}"
 
 
-def _load_tensor(path: str) -> Any:
+def _load_tensor(path: str) -> object:
     """Return the tensor of a file of a universal save."""
     import torch
 
@@ -142,7 +142,7 @@ def _load_tensor(path: str) -> Any:
     return found["param"] if isinstance(found, dict) else found
 
 
-def _fill_slot(live: Any, stored: Any) -> Any:
+def _fill_slot(live: object, stored: Any) -> object:
     """Return a slot of an optimizer with what was stored: a tensor that is filled in place, or a number."""
     if not hasattr(live, "element_size"):
         return stored.item()

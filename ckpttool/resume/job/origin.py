@@ -180,7 +180,7 @@ def _make_dcp_reader(folder: str) -> Any:
     class PlainReader(filesystem.FileSystemReader):
         """torch's reader; its pickle.load is replaced, since that would run what a hostile .metadata says."""
 
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        def read_metadata(self, *args: object, **kwargs: object) -> Any:
             with open(os.path.join(folder, ".metadata"), "rb") as f:
                 found = _MetadataUnpickler(io.BytesIO(f.read())).load()
             if getattr(found, "storage_meta", None) is None:
@@ -207,7 +207,7 @@ _METADATA_HELPERS = frozenset(
 class _MetadataUnpickler(pickle.Unpickler):
     """An unpickler that knows the classes of torch's metadata, and no others."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         """Return a class of torch's metadata, or a dtype.
 
         Raises:
@@ -338,7 +338,7 @@ def _find_scheduler_prefix(
     return found[0] if len(found) == 1 else None
 
 
-def _with_text_keys(x: Any) -> Any:
+def _with_text_keys(x: object) -> Any:
     """Return a tree with all keys converted to text, since dcp.load would leave other keys and add text ones next to
     them."""
     if isinstance(x, Mapping):
@@ -346,7 +346,7 @@ def _with_text_keys(x: Any) -> Any:
     return [_with_text_keys(y) for y in x] if type(x) is list else x
 
 
-def _restore_keys(x: Any, live: Any) -> Any:
+def _restore_keys(x: object, live: object) -> Any:
     """Return a tree that `_with_text_numbers` made, with the keys and mapping types of `live`, the tree that it was
     made from."""
     if isinstance(x, dict) and isinstance(live, Mapping):
@@ -363,7 +363,7 @@ def _restore_keys(x: Any, live: Any) -> Any:
     return x
 
 
-def _put_under_prefix(tree: dict[str, Any], prefix: str, state: Mapping[str, Any]) -> None:
+def _put_under_prefix(tree: dict[str, Any], prefix: str, state: Mapping[str, object]) -> None:
     """Put a state dict into a nested dict under a dotted prefix such as "app.model."; for "" into the dict itself."""
     for part in prefix.split(".")[:-1]:
         tree = tree.setdefault(part, {})
@@ -416,7 +416,7 @@ def _plan_file_loads(target: _Target, files: list[str], parts: list[str], out: O
         out.steps.append(lambda: target.job.scheduler.load_state_dict(schedulers[0]))
 
 
-def _load_plain_file(path: str) -> Any:
+def _load_plain_file(path: str) -> object:
     """Return what torch.load reads from a file with weights_only, memory-mapped if possible; None if it cannot read
     it."""
     import torch
@@ -427,7 +427,7 @@ def _load_plain_file(path: str) -> Any:
     return None
 
 
-def _walk_dicts(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[Any, Any]]]:
+def _walk_dicts(tree: object, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[object, object]]]:
     """Yield (keys that lead to it, dict) for every dict in a tree of dicts and lists, to a limited depth."""
     if isinstance(tree, dict):
         yield path, tree
@@ -447,7 +447,7 @@ def _set_model_state(target: _Target, found: Mapping[str, Any]) -> None:
     set_model_state_dict(target.job.model, {n: found[n] for n in names}, options=options)
 
 
-def _name_optimizer_state(target: _Target, saved: Mapping[str, Any]) -> dict[str, Any] | None:
+def _name_optimizer_state(target: _Target, saved: Mapping[str, Any]) -> dict[str, object] | None:
     """Return an optimizer's state dict with FQNs in place of numbers, by the parameter order of the job's optimizer.
 
     One that has FQNs already is returned as it is. None if the job has several optimizers, or if their param groups

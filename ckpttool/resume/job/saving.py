@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from typing import Any
 
 from ...errors import NoSpace, UsageError, argument
 from ...live.collectives import gather_objects, run_on_first_rank
@@ -58,7 +57,7 @@ def save_job(job: Job, settings: RunSettings, step: int) -> RoundTripRecord:
     return {"save_seconds": seconds, "bytes": need, "own": job.save is not None}
 
 
-def _collect_job_state(job: Job, step: int, device: str) -> dict[str, Any]:
+def _collect_job_state(job: Job, step: int, device: str) -> dict[str, object]:
     """Return the dict that this rank passes to dcp.save: "model", "optim", "trainer", "rng", and "scheduler" if it has
     one.
 

@@ -24,6 +24,7 @@ from .build import Job
 from .watchdog import enter_stage
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 __all__ = ["OptimizerStepError", "measure_memory", "measure_probe", "measure_recorded_probe", "train_step"]
@@ -40,7 +41,7 @@ class OptimizerStepError(Exception):
         self.error = error
 
 
-def _stack_rows(rows: batches.Rows, first: int, last: int, device: Any) -> dict[str, Any]:
+def _stack_rows(rows: batches.Rows, first: int, last: int, device: torch.device) -> dict[str, Any]:
     """Stack the samples first..last - 1 into a batch {name: tensor (samples, ...)} on a device. `rows` gives the sample
     of an index."""
     import torch
@@ -198,7 +199,7 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: RunSettings) -
 def _accumulate_gradients(
     job: Job,
     first_rows: Sequence[int],
-    data: Sequence[tuple[dict[str, Any], bool]],
+    data: Sequence[tuple[dict[str, object], bool]],
     known: _StepBatch,
     step: int,
     settings: RunSettings,
@@ -292,7 +293,7 @@ class _StepBatch(NamedTuple):
     fields: dict[str, Any]
 
 
-def _gather_batch(data: list[tuple[dict[str, Any], bool]], settings: RunSettings) -> _StepBatch:
+def _gather_batch(data: list[tuple[dict[str, object], bool]], settings: RunSettings) -> _StepBatch:
     """Gather the numbers that a loss may divide by, and the digests, of a step's batch from all ranks. A collective.
 
     Args:
@@ -326,7 +327,7 @@ def _list_possible_counts(batch: Mapping[str, Any]) -> list[int]:
     return [*out, rows]
 
 
-def _find_loss_divisor(count: float, batch: Mapping[str, Any], passes: int, step: _StepBatch) -> float:
+def _find_loss_divisor(count: float, batch: Mapping[str, object], passes: int, step: _StepBatch) -> float:
     """Return the number by which the job's own loss divides a whole step, from what it counted in one micro-batch.
 
     A collective. In bfloat16 a gradient must be divided by that number before the backward pass: dividing by another
@@ -358,7 +359,7 @@ def _set_learning_rates(job: Job, step: int, settings: RunSettings) -> list[floa
     return [float(g["lr"]) for g in groups]
 
 
-def _clip_gradients(model: Any, bound: float, norm: float) -> None:
+def _clip_gradients(model: torch.nn.Module, bound: float, norm: float) -> None:
     """Scale the gradients of a model down to the norm `bound`, if theirs is larger; parameters may be on several
     meshes.
 

@@ -15,12 +15,15 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import ModuleSpec, PathFinder
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import UsageError, argument, kind_of_failure
 from ..request import RunSettings
 from ..trace.batches import Rows
 from ..trace.probing import explain_unsupported_forward
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["call_build", "check_batches_fit_model", "check_config_exists", "check_job_source"]
 
@@ -170,7 +173,7 @@ def _add_to_sys_path(folder: str) -> None:
         sys.path.insert(0, folder)
 
 
-def call_build(settings: RunSettings, mesh: Any) -> tuple[Any, Any, Any, Any, Any, Any]:
+def call_build(settings: RunSettings, mesh: object) -> tuple[Any, Any, Any, Any, Any, Any]:
     """Import and call the user's function.
 
     `mesh` is the DeviceMesh that is passed if the function has a parameter of that name.
@@ -233,7 +236,9 @@ def call_build(settings: RunSettings, mesh: Any) -> tuple[Any, Any, Any, Any, An
     return out[0], out[1], out[2], out[3], out[4], out[5]
 
 
-def check_batches_fit_model(model: Any, loss: Callable[..., Any] | None, rows: Rows, vocabulary: int | None) -> None:
+def check_batches_fit_model(
+    model: torch.nn.Module, loss: Callable[..., object] | None, rows: Rows, vocabulary: int | None
+) -> None:
     """Refuse data of build() that its model cannot be called with, before anything is loaded.
 
     Args:

@@ -628,7 +628,7 @@ def _exit_with_error(folder: str, rank: int, e: BaseException) -> NoReturn:
     """Write this rank's error `e` to a file for the launching process, and end this process with status 1."""
     import traceback
 
-    word: Mapping[str, Any] = {
+    word: Mapping[str, object] = {
         "rank": rank,
         "known": isinstance(e, CkpttoolError),
         "lost_peer": is_lost_peer_error(e),

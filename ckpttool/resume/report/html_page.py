@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...pages.render import include_file, make_environment, mark_as_html, render_page
 from ...printable import escape_unprintable
@@ -142,7 +142,7 @@ def _list_tiles(report: Report, every: Sequence[ComparedStep]) -> list[tuple[str
     ]
 
 
-def _make_curves_context(report: Report, every: Sequence[ComparedStep]) -> dict[str, Any]:
+def _make_curves_context(report: Report, every: Sequence[ComparedStep]) -> dict[str, object]:
     """Return the template's variables for the charts: {"figures", "curves_note", "outside"}. `every` has all steps."""
     drawn = _thin_out_steps(every, _STEPS)
     figures: list[Figure] = []
@@ -171,7 +171,7 @@ def _find_largest_difference(row: ComparedStep) -> float:
     return math.inf if not math.isfinite(row.got.loss) else max(values, default=0.0)
 
 
-def _make_checks_context(report: Report) -> dict[str, Any]:
+def _make_checks_context(report: Report) -> dict[str, object]:
     """Return the template's variables for the table of checks: {"checks", "checks_left", "counted", "buttons"}."""
     shown = report.checks
     if len(shown) > _CHECKS:
@@ -190,13 +190,13 @@ def _make_checks_context(report: Report) -> dict[str, Any]:
     }
 
 
-def _make_worst_context(every: Sequence[ComparedStep]) -> dict[str, Any]:
+def _make_worst_context(every: Sequence[ComparedStep]) -> dict[str, object]:
     """Return the template's variables for the tensors whose gradient and update differ most: {"worst", "worst_step"}.
 
     They are those of the first step that the reference has, too; `worst_step` is None if there is none.
     """
     first = next((r for r in every if r.expected is not None), None)
-    tables: list[dict[str, Any]] = []
+    tables: list[dict[str, object]] = []
     for quantity, title in (("grads", "Gradients"), ("updates", "Updates")):
         got, expected = (getattr(x, quantity) if x else {} for x in (first and first.got, first and first.expected))
         differences = {n: d for n in got if (d := compute_relative_difference(got[n], expected.get(n))) is not None}
@@ -231,7 +231,7 @@ def _compute_bar_percent(difference: float, largest: float) -> float:
     return 100 * (difference / largest) if difference > 0 else 0.0
 
 
-def _make_memory_context(report: Report) -> dict[str, Any] | None:
+def _make_memory_context(report: Report) -> dict[str, object] | None:
     """Return the template's variables for the memory of ranks, in bytes; None if no rank recorded any.
 
     The keys are "ranks", "all" (number of ranks), "full" (bytes of a full bar) and "device" (bytes of the device).
@@ -263,7 +263,7 @@ def _make_memory_context(report: Report) -> dict[str, Any] | None:
     return {"ranks": ranks, "all": len(every), "full": full, "device": device}
 
 
-def _make_steps_context(every: Sequence[ComparedStep]) -> dict[str, Any]:
+def _make_steps_context(every: Sequence[ComparedStep]) -> dict[str, object]:
     """Return the template's variables for the table of all steps: {"steps", "all_steps", "step_columns"}.
 
     A cell is (text, whether it is outside of its bound).

@@ -77,7 +77,7 @@ def list_micro_batches(
     return out
 
 
-def digest_rows(rows: Iterable[Any]) -> int:
+def digest_rows(rows: Iterable[object]) -> int:
     """Compute the digest of rows of tokens: the sum of each row's BLAKE3 mod 2^128.
 
     It depends neither on the order of the rows nor on their distribution over ranks; the digests of parts add up to
@@ -86,7 +86,7 @@ def digest_rows(rows: Iterable[Any]) -> int:
     return digest_and_mark_rows(rows)[0]
 
 
-def digest_and_mark_rows(rows: Iterable[Any]) -> tuple[int, str]:
+def digest_and_mark_rows(rows: Iterable[object]) -> tuple[int, str]:
     """Return (digest of rows of tokens as from `digest_rows`, their marks one after the other).
 
     A mark is the first 48 bits of the row's BLAKE3 in base64, 8 characters: 4096 rows are 32 KiB of JSON, and among a
@@ -118,7 +118,7 @@ class BatchDigest(NamedTuple):
     marks: str
 
 
-def digest_batch(batch: Mapping[str, Any]) -> BatchDigest:
+def digest_batch(batch: Mapping[str, object]) -> BatchDigest:
     """Compute the digest of a batch, from dtype, shape and bytes of each tensor of every sample.
 
     Integers of any size count as int64.
@@ -176,7 +176,7 @@ def make_batch_fields(ranks: Sequence[BatchDigest]) -> dict[str, Any]:
     return {"batch": text.pop("input_ids", None), "inputs": text, "samples": whole, "rows": rows}
 
 
-def _list_arrays(batch: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+def _list_arrays(batch: Mapping[str, object], at: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (key, tensor, array or list of such for each sample) of a batch; `at` is put before every key."""
     import numpy as np
 

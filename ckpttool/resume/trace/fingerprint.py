@@ -23,6 +23,7 @@ from ...live.collectives import gather_objects
 
 if TYPE_CHECKING:
     from torch import Tensor, device, dtype
+    from torch.distributed.device_mesh import DeviceMesh
 
     from ...engine.opening import OpenCheckpoint
 
@@ -184,7 +185,7 @@ def is_counted_on_this_rank(tensor: Any) -> bool:
 
 
 @lru_cache
-def _has_rank_0(mesh: Any, rank: int) -> bool:
+def _has_rank_0(mesh: DeviceMesh, rank: int) -> bool:
     """Tell whether rank 0 is in a DeviceMesh; cached, since each access to the mesh's tensor of ranks computes that
     tensor.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...live.collectives import gather_objects
 from ...live.job_optimizers import OWN_FLAGS
@@ -23,6 +23,9 @@ from .numerics import read_numerics
 from .records import EnvironmentRecord
 from .side_state import collect_side_state, make_array_mark
 from .sketches import WIDE, encode_sketches, sketch_shard
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "StepNorms",
@@ -57,7 +60,7 @@ class StepNorms:
     `trouble`; otherwise the error is raised, on the rank that has it.
     """
 
-    def __init__(self, model: Any, forgiving: bool = False) -> None:
+    def __init__(self, model: torch.nn.Module, forgiving: bool = False) -> None:
         """Keep the model. `forgiving` keeps errors as `trouble` instead of raising them."""
         self.model, self.forgiving = model, forgiving
         self.grads: dict[str, float] = {}
@@ -90,7 +93,7 @@ class StepNorms:
     def measure_updates(self) -> None:
         """Measure how far the parameters are from their copy, into `updates` and `update_sketches`. A collective."""
 
-        def moved(n: str, p: Any) -> Any:
+        def moved(n: str, p: torch.Tensor) -> Any:
             new, old = get_local_shard(p), self._old.pop(n)
             return p, new.double() - old.double() if new.element_size() == 8 else new.float() - old.float()
 
@@ -190,7 +193,7 @@ def named_parameters(model: Any) -> dict[str, Any]:
     return {clean[n]: p for n, p in found.items()}
 
 
-def to_plain_param_groups(model: Any, optimizer: Any) -> list[dict[str, Any]]:
+def to_plain_param_groups(model: torch.nn.Module, optimizer: Any) -> list[dict[str, Any]]:
     """Return the optimizer's param groups as plain data: {option: value}, with a list of FQNs under "params".
 
     A parameter that the model does not have is "?".
@@ -203,7 +206,7 @@ def to_plain_param_groups(model: Any, optimizer: Any) -> list[dict[str, Any]]:
     return out
 
 
-def _to_plain_option(x: Any) -> Any:
+def _to_plain_option(x: Any) -> object:
     """Return an option of a param group as plain data.
 
     A tensor of one element becomes a number, a larger one a text with its dtype, shape and fingerprint, and an unknown
@@ -218,7 +221,7 @@ def _to_plain_option(x: Any) -> Any:
     return x if isinstance(x, (int, float, str, bool, type(None))) else type(x).__name__
 
 
-def list_tied_names(model: Any) -> list[list[str]]:
+def list_tied_names(model: torch.nn.Module) -> list[list[str]]:
     """List the FQNs of each parameter that has several: [["lm_head.weight", "model.embed_tokens.weight"]]."""
     from ...index.fqns import strip_wrappers
 
@@ -230,7 +233,7 @@ def list_tied_names(model: Any) -> list[list[str]]:
     return sorted(sorted(n) for n in names.values() if len(n) > 1)
 
 
-def read_model_config(model: Any) -> dict[str, Any] | None:
+def read_model_config(model: torch.nn.Module) -> dict[str, Any] | None:
     """Return the configuration of a transformers model as plain data; None for a model without one."""
     inner = getattr(model, "module", model)
     config: Any = getattr(inner, "config", None)
@@ -249,7 +252,7 @@ def read_one_element_values(tensors: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def read_optimizer_numbers(model: Any, optimizer: Any) -> dict[str, float]:
+def read_optimizer_numbers(model: torch.nn.Module, optimizer: Any) -> dict[str, float]:
     """Return {canonical name: number} of the plain numbers in the optimizer's state, such as the steps of some
     optimizers.
 
@@ -263,7 +266,7 @@ def read_optimizer_numbers(model: Any, optimizer: Any) -> dict[str, float]:
     }
 
 
-def read_held_values(model: Any, scheduler: Any) -> dict[str, Any]:
+def read_held_values(model: Any, scheduler: Any) -> dict[str, object]:
     """Return {name: plain value, or mark of an array} of the state of a scheduler and of the modules' extra states.
 
     Names are such as "scheduler.milestones.[3]", with brackets around a key that is not text. `scheduler` is None if
@@ -279,14 +282,14 @@ def read_held_values(model: Any, scheduler: Any) -> dict[str, Any]:
     return {**found.values, **{n: list(mark) for n, mark in found.others.items()}}
 
 
-def _with_bracketed_keys(x: Any) -> Any:
+def _with_bracketed_keys(x: Any) -> object:
     """Return a tree in which keys that are not text are converted to text in brackets."""
     if isinstance(x, Mapping):
         return {k if isinstance(k, str) else f"[{k!r}]": _with_bracketed_keys(y) for k, y in x.items()}
     return type(x)(map(_with_bracketed_keys, x)) if type(x) in (list, tuple) else x
 
 
-def has_dropout(model: Any) -> bool:
+def has_dropout(model: torch.nn.Module) -> bool:
     """Tell whether any dropout probability of the model is above zero."""
     return any(p > 0 for _, _, p in list_dropouts(model))
 
@@ -311,7 +314,7 @@ def list_dropouts(model: Any) -> list[tuple[Any, str, float]]:
 _KNOWN_LOADERS = ("torch", "transformers", "peft", "ckpttool")
 
 
-def list_own_load_functions(model: Any, optimizers: Iterable[Any]) -> list[str]:
+def list_own_load_functions(model: torch.nn.Module, optimizers: Iterable[Any]) -> list[str]:
     """List the job's own functions that torch calls to load state dicts, and that `ckpttool.load` does not call.
 
     These are load_state_dict and _load_from_state_dict of classes, and hooks, of modules and optimizers; a hook is
@@ -335,7 +338,7 @@ def list_own_load_functions(model: Any, optimizers: Iterable[Any]) -> list[str]:
     ]
 
 
-def _unwrap_function(x: Any) -> Any:
+def _unwrap_function(x: object) -> object:
     """Return the function inside a bound method, a partial or torch's wrapper of a hook; for another callable its
     class."""
     for inner in ("hook", "func", "__func__"):
@@ -343,7 +346,7 @@ def _unwrap_function(x: Any) -> Any:
     return x if hasattr(x, "__qualname__") else type(x)
 
 
-def get_dtype_name(tensor: Any) -> str:
+def get_dtype_name(tensor: torch.Tensor) -> str:
     """Return the name of a tensor's dtype without "torch.": "bfloat16"."""
     return str(tensor.dtype).removeprefix("torch.")
 
@@ -412,7 +415,7 @@ def as_float(x: Any) -> float:
     return float(x.detach().item() if hasattr(x, "detach") else x)
 
 
-def is_same_on_all_ranks(x: Any) -> bool:
+def is_same_on_all_ranks(x: object) -> bool:
     """Tell whether all ranks have the same plain data, by a hash of its repr(). A collective."""
     from blake3 import blake3
 

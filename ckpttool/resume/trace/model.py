@@ -204,7 +204,7 @@ def trace_to_json(trace: Trace) -> dict[str, Any]:
     return {"ckpttool": SCHEMA, **plain}
 
 
-def format_record_line(kind: str, **record: Any) -> str:
+def format_record_line(kind: str, **record: object) -> str:
     """Return one record of a `Recorder` as a line of JSON.
 
     `kind` is "start", "state", "step" or "lost"; `record` has its fields.
@@ -364,7 +364,7 @@ def _parse_schedule(x: Any) -> ScheduleRecord:
     return {**out, "stopped": str(x["stopped"])} if "stopped" in x else out
 
 
-def _separate_objects(values: Any, version: int) -> tuple[dict[str, Any], dict[str, Mark]]:
+def _separate_objects(values: Any, version: int) -> tuple[dict[str, object], dict[str, Mark]]:
     """Split recorded values into ({name: plain value}, {name: mark of an object of another class}).
 
     Recordings before `RECORD_VERSION` 2 store such an object as the text "<module.Class>", so in those any text that
@@ -491,7 +491,7 @@ _NUMBERS = {
 }
 
 
-def spell_non_finite(x: Any) -> Any:
+def spell_non_finite(x: object) -> Any:
     """Return plain data with the strings "nan", "inf" and "-inf" in place of NaN and infinities."""
     if isinstance(x, float) and not math.isfinite(x):
         return "nan" if math.isnan(x) else "inf" if x > 0 else "-inf"
@@ -502,7 +502,7 @@ def spell_non_finite(x: Any) -> Any:
     return x
 
 
-def _parse_non_finite(x: Any, number: bool = False) -> Any:
+def _parse_non_finite(x: object, number: bool = False) -> Any:
     """Return plain data with NaN and infinities in place of "nan", "inf" and "-inf", in the fields that hold numbers.
 
     `number` tells whether `x` is in such a field.

@@ -13,10 +13,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import Unsupported, argument
 from .records import NumericsRecord
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "NO_KERNEL",
@@ -117,7 +120,7 @@ def _collect_non_persistent_buffers(model: Any) -> dict[str, Any]:
     return {clean[n]: b for n, b in found.items()}
 
 
-def read_small_buffers(model: Any) -> dict[str, list[Any]]:
+def read_small_buffers(model: torch.nn.Module) -> dict[str, list[Any]]:
     """Return {name: [dtype, shape, bytes in hex]} of the buffers of at most 4 KiB that no checkpoint holds, such as
     frequencies of rotary embeddings.
 
@@ -133,7 +136,7 @@ def read_small_buffers(model: Any) -> dict[str, list[Any]]:
     return out
 
 
-def use_recorded_buffers(model: Any, recorded: Mapping[str, Any]) -> list[str]:
+def use_recorded_buffers(model: torch.nn.Module, recorded: Mapping[str, Any]) -> list[str]:
     """Fill buffers that no checkpoint holds with the recorded numbers; return a note for each buffer that changed.
 
     `recorded` is {name: [dtype, shape, bytes in hex]}; a buffer with another dtype or shape is left as it is.

@@ -11,9 +11,12 @@ import inspect
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .records import ProbeRecord
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "compute_logits",
@@ -40,7 +43,7 @@ def select_probe_logits(logits: Any) -> Any:
     return flat[chosen].float().contiguous()
 
 
-def sketch_logits(logits: Any) -> ProbeRecord:
+def sketch_logits(logits: object) -> ProbeRecord:
     """Project a numpy array of logits (positions, vocabulary) onto 16 fixed random directions, for later comparisons.
 
     Infinite and NaN logits count as 0 in the sketch.
@@ -66,7 +69,7 @@ def make_probe_batch(rows: Mapping[str, Any], device: Any) -> dict[str, Any]:
     return {k: torch.tensor(v, dtype=torch.int64, device=device) for k, v in rows.items()}
 
 
-def explain_unsupported_forward(model: Any, names: Mapping[str, Any]) -> str | None:
+def explain_unsupported_forward(model: torch.nn.Module, names: Mapping[str, object]) -> str | None:
     """Return why the model cannot be called with some keyword arguments, as a text; None if it can, or if that is not
     known.
 
@@ -85,7 +88,7 @@ def explain_unsupported_forward(model: Any, names: Mapping[str, Any]) -> str | N
     return None
 
 
-def compute_logits(model: Any, batch: Mapping[str, Any]) -> Any:
+def compute_logits(model: torch.nn.Module, batch: Mapping[str, object]) -> Any:
     """Compute the logits (rows, sequence, vocabulary) of model(**batch), unsharded on every rank.
 
     A collective if the model is sharded.
@@ -110,7 +113,7 @@ def compute_logits(model: Any, batch: Mapping[str, Any]) -> Any:
 
 
 @contextmanager
-def preserving_module_state(model: Any) -> Iterator[None]:
+def preserving_module_state(model: torch.nn.Module) -> Iterator[None]:
     """While the block runs, the model is in evaluation mode and torch computes no gradients; afterwards mode, buffers,
     generators and FSDP2's shards are as before, even in the middle of a training."""
     import torch

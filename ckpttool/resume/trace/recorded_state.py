@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import UsageError, argument
 from ...index.checkpoint import Path
@@ -22,12 +22,15 @@ from ...printable import count_noun, list_first
 from . import fingerprint
 from .side_state import collect_side_state, flatten_side_state, make_array_mark
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = ["check_recorder_sources", "gather_side_state"]
 
 _MODEL_KEYS = frozenset(("model", "optim", "optimizer", "state_dict"))
 
 
-def check_recorder_sources(*, scheduler: Any, scaler: Any, dataloader: Any, extra: Any) -> dict[str, Any]:
+def check_recorder_sources(*, scheduler: object, scaler: object, dataloader: object, extra: object) -> dict[str, Any]:
     """Check the arguments of a `Recorder` for side state, and return those that are not None by their checkpoint key.
 
     Each is an object with `state_dict()`, a function without arguments that returns the state, or the state itself.
@@ -77,7 +80,7 @@ def _check_extra_keys(extra: Mapping[Any, Any], others: Collection[str]) -> Mapp
     return extra
 
 
-def _read_state_dict(source: Any) -> Any:
+def _read_state_dict(source: object) -> Any:
     """Return the state_dict() of an object or of each of a list, or what a function returns; anything else as it is."""
     if hasattr(source, "state_dict"):
         return source.state_dict()
@@ -86,7 +89,7 @@ def _read_state_dict(source: Any) -> Any:
     return source() if callable(source) else source
 
 
-def gather_side_state(given: Mapping[str, Any], device: Any, model: Any = None) -> dict[str, Any]:
+def gather_side_state(given: Mapping[str, Any], device: Any, model: torch.nn.Module | None = None) -> dict[str, Any]:
     """Gather the fields of a state record from all ranks. A collective.
 
     Values that only some ranks hold (such as each rank's own dataloader) are all included. If ranks hold different
@@ -179,7 +182,7 @@ def _collect_extra_states(model: Any) -> dict[Path, object]:
     return {("model", clean[n]): x for n, x in found.items() if not hasattr(x, "element_size")}
 
 
-def _merge_rank_values(parts: list[dict[str, Any]], variants: dict[str, list[Any]]) -> dict[str, Any]:
+def _merge_rank_values(parts: list[dict[str, object]], variants: dict[str, list[object]]) -> dict[str, Any]:
     """Merge {name: value} of each rank into one; if ranks differ, the first value counts.
 
     `variants` then gets {name: all different values}.

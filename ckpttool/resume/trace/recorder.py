@@ -21,7 +21,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import UsageError, argument
 from ...live.collectives import gather_objects
@@ -58,6 +58,9 @@ from .probing import (
 from .recorded_state import check_recorder_sources, gather_side_state
 from .records import ProbeRecord, ScheduleRecord
 from .state_after import copy_scheduler, read_state_after, step_scheduler_ahead
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Recorder"]
 
@@ -102,10 +105,10 @@ class Recorder:
         model: Any = None,
         optimizer: Any = None,
         *,
-        scheduler: Any = None,
-        scaler: Any = None,
-        dataloader: Any = None,
-        extra: Any = None,
+        scheduler: object = None,
+        scaler: object = None,
+        dataloader: object = None,
+        extra: object = None,
         probe: Any = None,
         norms: bool = True,
         rows: bool = True,
@@ -241,7 +244,7 @@ class Recorder:
             return {}, "ranks hold different tensors, as with pipeline parallelism"
         return tensors, None
 
-    def _run_probe(self, device: Any) -> tuple[ProbeRecord, str | None]:
+    def _run_probe(self, device: object) -> tuple[ProbeRecord, str | None]:
         """Run the probe: (its record, None), or ({}, why there is none). A collective."""
         if self._probe is None:
             return {}, _make_not_passed_entry("probe")["probe"]
@@ -265,10 +268,10 @@ class Recorder:
         self,
         step: int,
         *,
-        loss: Any,
-        batch: Any = None,
+        loss: object,
+        batch: object = None,
         tokens: int | None = None,
-        grad_norm: Any = None,
+        grad_norm: object = None,
         learning_rates: Sequence[float] | None = None,
         seconds: float | None = None,
     ) -> None:
@@ -292,10 +295,10 @@ class Recorder:
     def _record_step(
         self,
         step: int,
-        loss: Any,
-        batch: Any,
+        loss: object,
+        batch: object,
         tokens: int | None,
-        grad_norm: Any,
+        grad_norm: object,
         learning_rates: Sequence[float] | None,
         seconds: float | None,
     ) -> None:
@@ -355,7 +358,7 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _before_step(self, optimizer: Any, args: tuple[Any, ...], how: dict[str, Any]) -> Any:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], how: dict[str, Any]) -> Any:
         """Measure parameters and gradients before the step of the first optimizer; a hook of each optimizer.
 
         A closure is wrapped, so that gradients are measured after it.
@@ -392,7 +395,7 @@ class Recorder:
             "closure": measured,
         }
 
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self, *_: object) -> None:
         """Measure the updates after the step of the last optimizer, as a hook of each. A collective."""
         if len(self._stepped) == self._optimizers:
             self._measure_updates()
@@ -404,7 +407,7 @@ class Recorder:
             self._measure.measure_updates()
 
     def _gather_step(
-        self, loss: Any, tokens: int | None, batch: Any
+        self, loss: object, tokens: int | None, batch: object
     ) -> tuple[float, int | None, dict[str, Any]] | None:
         """Gather loss, tokens and batch of a step from all ranks. A collective.
 
@@ -453,7 +456,7 @@ class Recorder:
         _warn(f"{what} not recorded: {why}")
         self._write_record("lost", what=what, why=why)
 
-    def _write_record(self, kind: str, **record: Any) -> None:
+    def _write_record(self, kind: str, **record: object) -> None:
         """Append a record to the file, on rank 0 only; a failure is a warning. `kind` is "start", "state", "step" or
         "lost"."""
         if _get_rank() == 0:
@@ -483,7 +486,7 @@ def _append_text(path: str | os.PathLike[str], text: str) -> None:
         f.write(text)
 
 
-def _parse_probe_rows(probe: Any) -> dict[str, list[list[int]]]:
+def _parse_probe_rows(probe: object) -> dict[str, list[list[int]]]:
     """Return the token ids of a probe as plain data, {"input_ids": rows}; a dict keeps its further names.
 
     Raises:
@@ -525,7 +528,7 @@ def _unwrap_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def _digest_given_batch(batch: Any) -> BatchDigest:
+def _digest_given_batch(batch: object) -> BatchDigest:
     """Compute the digest of the `batch` that `Recorder.step` got: a dict of tensors, token ids, or a list of either.
 
     Raises:

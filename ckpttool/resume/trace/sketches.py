@@ -25,6 +25,7 @@ from ...live.collectives import gather_objects
 from .fingerprint import can_fingerprint, find_shard_offset, get_local_shard, is_counted_on_this_rank, sum_over_ranks
 
 if TYPE_CHECKING:
+    import torch
     from numpy import ndarray
     from torch import Tensor, device
 
@@ -103,7 +104,7 @@ def _sketch_box(x: Tensor, offset: Sequence[int], shape: Sequence[int], first: i
     return out
 
 
-def sketch_shard(held: Tensor, tensor: Any) -> list[float]:
+def sketch_shard(held: Tensor, tensor: torch.Tensor) -> list[float]:
     """Return what this rank's elements `held`, laid out over ranks as `tensor` is, add to a sketch: WIDE numbers."""
     import torch
 

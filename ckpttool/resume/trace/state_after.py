@@ -15,7 +15,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .fingerprint import can_fingerprint
 from .live_facts import (
@@ -30,6 +30,9 @@ from .live_facts import (
 )
 from .records import AfterRecord, ScheduleRecord
 from .sketches import sketch_tensors
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "copy_scheduler",
@@ -54,12 +57,12 @@ def _collect_named_buffers(model: Any) -> dict[str, Any]:
     return {f"model.{clean[n]}": b for n, b in found.items()}
 
 
-def sketch_buffers(model: Any) -> dict[str, str]:
+def sketch_buffers(model: torch.nn.Module) -> dict[str, str]:
     """Return {canonical name: sketch} of the model's buffers. A collective."""
     return sketch_tensors(_collect_named_buffers(model), choose_collective_device(model))[0]
 
 
-def read_state_after(model: Any, optimizer: Any, step: int) -> AfterRecord:
+def read_state_after(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> AfterRecord:
     """Read a job's state after a step: sketches of all tensors, scalars, param groups. A collective.
 
     {} if ranks hold different tensors. `optimizer` is None if the job has none.
@@ -86,7 +89,7 @@ def read_state_after(model: Any, optimizer: Any, step: int) -> AfterRecord:
 class _Follower:
     """Stands for the optimizer of a scheduler's copy: param groups without parameters, and a step that does nothing."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.param_groups = [
             {k: [] if k == "params" else deepcopy(v) for k, v in g.items()} for g in optimizer.param_groups
         ]
@@ -103,7 +106,9 @@ def needs_step_argument(scheduler: Any) -> bool:
     return any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed)
 
 
-def copy_scheduler(scheduler: Any, model: Any, optimizer: Any) -> tuple[Any, list[dict[str, Any]]] | str:
+def copy_scheduler(
+    scheduler: object, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[object, list[dict[str, object]]] | str:
     """Copy a scheduler so that stepping the copy does not affect the training: (copy, its param groups), or a text why
     not.
 
@@ -114,12 +119,12 @@ def copy_scheduler(scheduler: Any, model: Any, optimizer: Any) -> tuple[Any, lis
     if needs_step_argument(scheduler):
         return f"{type(scheduler).__name__} needs a metric for a step, so it was not stepped ahead"
     follower = _Follower(optimizer)
-    memo: dict[int, Any] = {id(optimizer): follower, id(model): model}
+    memo: dict[int, object] = {id(optimizer): follower, id(model): model}
     return deepcopy(scheduler, memo), follower.param_groups
 
 
 def step_scheduler_ahead(
-    scheduler: Any, groups: Sequence[Mapping[str, Any]], step: int, tick: Callable[[], None] = lambda: None
+    scheduler: Any, groups: Sequence[Mapping[str, object]], step: int, tick: Callable[[], None] = lambda: None
 ) -> ScheduleRecord:
     """Step a scheduler up to 1,000 steps ahead, and record the learning rates of its param groups.
 

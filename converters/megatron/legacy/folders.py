@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import islice, pairwise
-from typing import Any
 
 from ckpttool.errors import Corrupt, Unsupported
 
@@ -18,7 +17,7 @@ __all__ = ["RankNumbers", "parse_rank_folder", "read_geometry", "refuse_exchange
 RankNumbers = tuple[int, int, int]
 
 
-def read_geometry(args: Mapping[str, Any]) -> Geometry:
+def read_geometry(args: Mapping[str, object]) -> Geometry:
     """Return the parallel sizes that the arguments of a job state; a missing one is 1.
 
     Where the tensor-parallel size of experts is missing, it is that of the rest of the model.
@@ -108,7 +107,7 @@ def refuse_missing_ranks(folders: Mapping[str, RankNumbers], geometry: Geometry,
 
 
 def refuse_exchanged_folders(
-    folders: Mapping[str, RankNumbers], arguments: Mapping[str, Any], geometry: Geometry, root: str
+    folders: Mapping[str, RankNumbers], arguments: Mapping[str, object], geometry: Geometry, root: str
 ) -> None:
     """Refuse folders whose order is not that of the ranks in their arguments, which grow along every parallel
     dimension.
@@ -128,7 +127,7 @@ def refuse_exchanged_folders(
     wrote = {f: a["rank"] for f, a in arguments.items() if isinstance(a, dict) and type(a.get("rank")) is int}
     if len(wrote) < len(folders) or len(set(wrote.values())) == 1:
         return
-    lines: dict[Any, list[str]] = {}
+    lines: dict[object, list[str]] = {}
     for folder, (t, p, e) in folders.items():
         n = wrote[folder]
         if geometry.expert_tensor < geometry.tensor and (n % geometry.tensor, n % geometry.expert) != (t, e):

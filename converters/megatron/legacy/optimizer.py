@@ -101,7 +101,7 @@ def resolve_optimizer_names(ranks: RankedSave, ckpt: Checkpoint) -> tuple[Leaves
 
     # choose the parameter of every segment, rank by rank
     found: list[Bucket] = []
-    steps: dict[str, Any] = {}
+    steps: dict[str, object] = {}
     for r, buffers, states in parts:
         taken: set[str] = set()
         for buffer in buffers:
@@ -167,7 +167,7 @@ def _digest_weights(
     return proof_digests(jobs, ckpt, ranks.files.source)
 
 
-def _add_step(steps: dict[str, Any], name: str, state: _State, r: RankFile, ranks: RankedSave) -> None:
+def _add_step(steps: dict[str, object], name: str, state: _State, r: RankFile, ranks: RankedSave) -> None:
     """Add the step of the parameter `name` to `steps`, unless another rank's step is there already or `state` has none.
 
     Args:
@@ -209,7 +209,7 @@ def _refuse_parameters_without_state(ranks: RankedSave, found: list[Bucket]) -> 
         )
 
 
-def _identify_step(step: object, ranks: RankedSave) -> Any:
+def _identify_step(step: object, ranks: RankedSave) -> object:
     """Return what tells two steps apart: a number; of a tensor its dtype, its shape, and its CRC32."""
     if not isinstance(step, TensorEntry):
         return step
@@ -439,7 +439,7 @@ def _read_numbered_states(ranks: RankedSave, r: RankFile) -> Iterator[_State]:
         first_group += len(groups)
 
 
-def _check_param_groups(state: dict[Any, Any], copies: object, groups: list[dict[str, Any]], what: str) -> None:
+def _check_param_groups(state: dict[object, object], copies: object, groups: list[dict[str, Any]], what: str) -> None:
     """Check that all state belongs to a param group, and that each group has its list of fp32 copies, if there are any.
 
     Args:

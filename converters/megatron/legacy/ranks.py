@@ -97,7 +97,7 @@ class RankFile:
     pipeline: int
     expert: int
     tree: dict[str, Any]
-    distributed: tuple[int, Any] | None = None
+    distributed: tuple[int, object] | None = None
     parameters: list[Parameter] = field(default_factory=list)
 
 
@@ -322,7 +322,7 @@ def list_chained_optimizers(tree: Mapping[str, Any], what: str) -> list[tuple[di
     return out
 
 
-def _collect_save_facts(files: Files, rank: RankFile, arguments: Mapping[str, Any]) -> dict[str, object]:
+def _collect_save_facts(files: Files, rank: RankFile, arguments: Mapping[str, object]) -> dict[str, object]:
     """Return {description: value} of everything in a rank's file that all files of one save must have in common.
 
     This is the iteration, the parallel sizes and the param groups. Tensors in these are read, since a capturable
@@ -343,7 +343,7 @@ def _collect_save_facts(files: Files, rank: RankFile, arguments: Mapping[str, An
     return {k: stored_tensors.inline_tensors(x, read_at, what) for k, x in found.items()}
 
 
-def _list_shared_param_groups(tree: Mapping[str, Any], what: str) -> list[list[dict[str, object]]]:
+def _list_shared_param_groups(tree: Mapping[str, object], what: str) -> list[list[dict[str, object]]]:
     """Return [[hyperparameters of a param group]] for each optimizer in a rank's file.
 
     The numbers of the parameters, which differ between pipeline stages, are left out.
@@ -455,7 +455,7 @@ def _place_chunk(
     out: RankedSave,
     r: RankFile,
     chunk: int,
-    model: Mapping[str, Any],
+    model: Mapping[str, object],
     offsets: Mapping[tuple[int, int, str], int],
     tied: bool,
 ) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.formats.pickles import short
@@ -94,7 +94,7 @@ class Geometry(NamedTuple):
     pipeline: int
     expert: int
     expert_tensor: int
-    args: Mapping[str, Any]
+    args: Mapping[str, object]
 
     @property
     def gated(self) -> bool:
@@ -111,7 +111,7 @@ class ShardPlace(NamedTuple):
     known: bool = True
 
 
-def flatten_state_dict(tree: Mapping[Any, Any], what: str, prefix: str = "") -> dict[str, object]:
+def flatten_state_dict(tree: Mapping[object, object], what: str, prefix: str = "") -> dict[str, object]:
     """Return {dotted name: leaf} of a state dict, which in older jobs is dicts in dicts.
 
     Args:
