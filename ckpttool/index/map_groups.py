@@ -26,6 +26,7 @@ __all__ = [
     "find_uncovered_names",
     "group_names",
     "make_views",
+    "refuse_unknown_size",
     "rename_path",
     "resolve_group",
 ]
@@ -122,7 +123,8 @@ def group_names(
 
 
 def find_uncovered_names(found: NameMap, names: Iterable[str], forward: bool) -> list[str]:
-    """List the names of weights that a name map neither matches with a line nor leaves out by an `ignore` statement.
+    """List the names of weights that a name map neither matches with a line nor leaves out, by an `ignore` statement or
+    as copies of others.
 
     Args:
         found: the name map.
@@ -130,7 +132,9 @@ def find_uncovered_names(found: NameMap, names: Iterable[str], forward: bool) ->
         forward: True if the names are those on the left side of the map, False for the right side.
     """
     _, unmatched = group_names(names, found, "model", forward)
-    return [n for n in unmatched if not (forward and find_ignore_statement(found, n))]
+    copies = [row.copy for row in found.copied if row.right != forward]
+    left = [n for n in unmatched if not any(t.match(n) is not None for t in copies)]
+    return [n for n in left if not (forward and find_ignore_statement(found, n))]
 
 
 def find_ignore_statement(found: NameMap, name: str) -> Ignored | None:
@@ -218,13 +222,7 @@ def resolve_group(
             code="CKPT0310",
         ) from None
     except UnknownSize as e:
-        what = found.sizes.get(str(e))
-        need = f"{e} = {what}, of config.json" if what else f"the size of {e}; add a line size {e} = ..."
-        raise Unsupported(
-            f'the map {found.name} needs {need} for "{group.first}". Give {argument("config")} a folder with the '
-            "config.json of the model.",
-            code="CKPT0312",
-        ) from None
+        raise refuse_unknown_size(found, str(e), group.first) from None
     count = len(line.parts) * prod(sizes[v] for v in group.stacked)
     if group.from_whole and count > _MOST_PARTS:
         raise Unsupported(
@@ -249,6 +247,17 @@ def resolve_group(
     if group.from_whole:
         return ResolvedGroup(group, sizes, links, {key: _make_part_name(group, *key) for key in keys}, notes)
     return ResolvedGroup(group, sizes, links, {(-1, ()): line.whole.named(group.numbers)}, notes)
+
+
+def refuse_unknown_size(found: NameMap, size: str, name: str) -> Unsupported:
+    """Return the error that a map needs a size for the tensor `name`, which nothing tells."""
+    what = found.sizes.get(size)
+    need = f"{size} = {what}, of config.json" if what else f"the size of {size}; add a line size {size} = ..."
+    return Unsupported(
+        f'the map {found.name} needs {need} for "{name}". Give {argument("config")} a folder with the '
+        "config.json of the model.",
+        code="CKPT0312",
+    )
 
 
 def _iterate_stacked_indices(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -32,17 +32,21 @@ from .axes import Axes
 from .checkpoint import ITEMSIZE
 from .expressions import check_expression, evaluate, list_expression_keys
 
-__all__ = ["AddedOne", "Ignored", "MapLine", "NameMap", "NamePattern", "Premise", "parse_name_map"]
+__all__ = ["AddedOne", "Copied", "Ignored", "MapLine", "NameMap", "NamePattern", "Premise", "parse_name_map"]
 
-_VARIABLE = re.compile(r"\{(\.?)([A-Za-z]\w*|\*)\}", re.ASCII)
+_VARIABLE = re.compile(r"\{(\.?)([A-Za-z]\w*(?=[+}])|\*(?=\}))(?:\+(\w+))?\}", re.ASCII)
 _REST = "*"  # the variable that is any text
-_TENSOR = re.compile(r"\s*([^\s\[\]=+]+)\s*(?:\[([^\]]*)\])?\s*")
+_TENSOR = re.compile(r"\s*((?:\{[^\s\[\]={}]*\}|[^\s\[\]=+{}])+)\s*(?:\[([^\]]*)\])?\s*")
 _COMPONENTS = ("model", "optim")
 
 
 @dataclass(frozen=True)
 class NamePattern:
-    """A name with variables on one side of a line, and the axes of its tensor; None where it is only renamed."""
+    """A name with variables on one side of a line, and the axes of its tensor; None where it is only renamed.
+
+    {i+12} in a name is a number of at least 12, and the variable i is 12 less; {i+layers} is that for the size `layers`
+    (`with_sizes`), and counts from 0 as long as the size is not known.
+    """
 
     name: str
     axes: Axes | None
@@ -65,13 +69,38 @@ class NamePattern:
         """Return {variable: its number, or the text for {*}} of a name that the pattern matches; None for any other
         name."""
         m = self.pattern.fullmatch(name)
-        found = () if m is None else m.groups()
-        read = (text if v == _REST else int(text) for v, text in zip(self.variables, found, strict=False))
-        return None if m is None else dict(zip(self.variables, read, strict=True))
+        if m is None:
+            return None
+        found: dict[str, Any] = {}
+        for v, text in zip(_VARIABLE.finditer(self.name), m.groups(), strict=True):
+            found[v[2]] = text if v[2] == _REST else int(text) - _read_offset(v)
+            if v[3] and found[v[2]] < 0:
+                return None
+        return found
 
     def named(self, values: Mapping[str, object]) -> str:
         """Return the name with its variables replaced by `values`, a dict as `match` returns it."""
-        return _VARIABLE.sub(lambda m: str(values[m[2]]), self.name)
+        return _VARIABLE.sub(lambda m: str(values[m[2]] + _read_offset(m) if m[3] else values[m[2]]), self.name)
+
+    @property
+    def sizes(self) -> list[str]:
+        """List the sizes that are added to variables of its name, and not yet replaced by numbers."""
+        return [m[3] for m in _VARIABLE.finditer(self.name) if m[3] and not m[3].isdecimal()]
+
+    def with_sizes(self, sizes: Mapping[str, int]) -> NamePattern:
+        """Return the pattern with the sizes that are added to its variables replaced by their numbers.
+
+        Args:
+            sizes: {size: number}; sizes that are not among them are kept.
+        """
+        if not self.sizes:
+            return self
+
+        def put_number(m: re.Match[str]) -> str:
+            """Return the text of a variable with the number of its size."""
+            return f"{{{m[1]}{m[2]}+{sizes.get(m[3], m[3])}}}" if m[3] else m[0]
+
+        return replace(self, name=_VARIABLE.sub(put_number, self.name))
 
     @property
     def literal(self) -> int:
@@ -100,6 +129,16 @@ class MapLine:
         """Return the patterns on the right side of the line, or, where `right` is false, on the left."""
         return (self.whole,) if self.flipped == right else self.parts
 
+    def with_sizes(self, sizes: Mapping[str, int]) -> MapLine:
+        """Return the line with the sizes that are added to variables of its names replaced by numbers, {size:
+        number}."""
+        return replace(self, whole=self.whole.with_sizes(sizes), parts=tuple(t.with_sizes(sizes) for t in self.parts))
+
+    @property
+    def sizes(self) -> list[str]:
+        """List the sizes that are added to variables of its names, and not yet replaced by numbers."""
+        return [s for t in (self.whole, *self.parts) for s in t.sizes]
+
     def __str__(self) -> str:
         whole, parts = str(self.whole), " + ".join(map(str, self.parts))
         return f"{parts} = {whole}" if self.flipped else f"{whole} = {parts}"
@@ -117,6 +156,16 @@ class Ignored(NamedTuple):
     zero: bool
     dtype: str | None = None
     along: NamePattern | None = None
+
+
+class Copied(NamedTuple):
+    """A tensor `copy` of one side, the right one if `right`, that has the bytes of `of` of the same side: a program
+    saves it twice. The other side has it once. There is one for each tensor `along`."""
+
+    copy: NamePattern
+    of: NamePattern
+    along: NamePattern
+    right: bool
 
 
 class Premise(NamedTuple):
@@ -140,8 +189,9 @@ class AddedOne(NamedTuple):
 class NameMap:
     """A name map. `sides` are what its left and right are called; `trainers` those whose checkpoints have the left
     names; `models` the model types of config.json it is for; `sizes` {axis: expression over config.json}; `ignored`
-    what is left out of the left side; `needed` globs of left names without which the weights are of another model;
-    `premises` what must be true of the job and of config.json; `added_one` tensors that are one less on the left."""
+    what is left out of the left side; `copied` tensors that a side has twice; `needed` globs of left names without
+    which the weights are of another model; `premises` what must be true of the job and of config.json; `added_one`
+    tensors that are one less on the left."""
 
     name: str
     about: str
@@ -151,6 +201,7 @@ class NameMap:
     sizes: Mapping[str, str]
     lines: tuple[MapLine, ...]
     ignored: tuple[Ignored, ...] = ()
+    copied: tuple[Copied, ...] = ()
     needed: tuple[str, ...] = ()
     premises: tuple[Premise, ...] = ()
     added_one: tuple[AddedOne, ...] = ()
@@ -183,6 +234,21 @@ class NameMap:
             added_one=tuple(a for a in self.added_one if evaluate(a.condition, arguments) is True),
         )
 
+    def with_sizes(self, sizes: Mapping[str, int]) -> tuple[NameMap, list[MapLine]]:
+        """Return the map with the sizes that are added to numbers in names replaced by `sizes`, {size: number}, and the
+        lines without a known one, which the map then lacks."""
+        lines = [line.with_sizes(sizes) for line in self.lines]
+        copied = [
+            Copied(row.copy.with_sizes(sizes), row.of.with_sizes(sizes), row.along.with_sizes(sizes), row.right)
+            for row in self.copied
+        ]
+        placed = replace(
+            self,
+            lines=tuple(line for line in lines if not line.sizes),
+            copied=tuple(row for row in copied if not row.copy.sizes),
+        )
+        return placed, [line for line in lines if line.sizes]
+
     def fits(self, names: Iterable[str]) -> bool:
         """Whether each of the globs of left names that the map needs matches one of `names`."""
         rows = list(names)
@@ -206,6 +272,7 @@ def parse_name_map(text: str, name: str, included: Callable[[str], str]) -> Name
     sizes: dict[str, str] = {}
     lines: list[MapLine] = []
     ignored: list[Ignored] = []
+    copied: list[Copied] = []
     needed: list[str] = []
     premises: list[Premise] = []
     added_one: list[AddedOne] = []
@@ -238,11 +305,14 @@ def parse_name_map(text: str, name: str, included: Callable[[str], str]) -> Name
             sizes = {**other.sizes, **sizes}
             lines += other.lines
             ignored += other.ignored
+            copied += other.copied
             needed += other.needed
             premises += other.premises
             added_one += other.added_one
         elif word in ("ignore", "ignore-zero"):
             ignored.append(_parse_ignored(rest, word == "ignore-zero", where))
+        elif word in ("copy-left", "copy-right"):
+            copied.append(_parse_copied(rest, word == "copy-right", where))
         elif word == "needs":
             needed.append(rest)
         elif word == "premise":
@@ -271,6 +341,7 @@ def parse_name_map(text: str, name: str, included: Callable[[str], str]) -> Name
         sizes,
         tuple(lines),
         tuple(ignored),
+        tuple(copied),
         tuple(needed),
         tuple(premises),
         tuple(added_one),
@@ -335,6 +406,41 @@ def _parse_add_one(rest: str, where: str) -> AddedOne:
     return AddedOne(pattern, condition)
 
 
+def _parse_copied(rest: str, right: bool, where: str) -> Copied:
+    """Parse what follows `copy-left` and `copy-right`: NAME of OTHER, or NAME of OTHER with ANCHOR.
+
+    Args:
+        rest: the text.
+        right: whether the names are of the right side.
+        where: names the line in messages.
+
+    Raises:
+        UsageError: it is written otherwise.
+    """
+    both, _, anchor = rest.partition(" with ")
+    names = [s.strip() for s in both.split(" of ")]
+    names.append(anchor.strip() or names[-1])
+    if len(names) != 3 or any(len(n.split()) != 1 for n in names):
+        raise UsageError(
+            f"{where}: write copy-left NAME of OTHER, or NAME of OTHER with ANCHOR; copy-right for names of the right "
+            "side.",
+            code="CKPT0213",
+        )
+    copy, of, along = (_make_pattern(n, None, where) for n in names)
+    if set(copy.variables) != set(along.variables) or not set(of.variables) <= set(copy.variables):
+        raise UsageError(
+            f"{where}: {copy} has other variables than {along}, or {of} has more.",
+            code="CKPT0213",
+        )
+    return Copied(copy, of, along, right)
+
+
+def _read_offset(m: re.Match[str]) -> int:
+    """Return the number that a variable's match adds to the variable, 12 for {i+12}; 0 if it is a size whose number is
+    not known."""
+    return int(m[3]) if m[3] and m[3].isdecimal() else 0
+
+
 def _quote(text: str) -> str:
     """Return a text in quotation marks for a message, cut at 200 characters."""
     return repr(text if len(text) < 200 else text[:200] + "...")
@@ -373,7 +479,7 @@ def _make_pattern(name: str, axes: str | None, where: str) -> NamePattern:
         raise UsageError(f"{where}: {e}", code="CKPT0213") from None
     if len(set(t.variables)) < len(t.variables):
         raise UsageError(f"{where}: {name} has a variable twice.", code="CKPT0213")
-    between = _VARIABLE.split(name)[3:-1:3]
+    between = _VARIABLE.split(name)[4:-1:4]
     if any(m[1] for m in _VARIABLE.finditer(name)) or any(not text or text.isdecimal() for text in between):
         raise UsageError(
             f"{where}: {name}: numbers in a name need other text than digits between them, and {{.i}} is for "
@@ -452,7 +558,9 @@ def _parse_equation(row: str, component: str | None, where: str) -> list[MapLine
             f"{where}: one variable may be optional, {{.i}}, and then all tensors of the line need their axes.",
             code="CKPT0213",
         )
-    numbered = [[(_VARIABLE.sub(lambda m: f"{m[1]}{{{m[2]}}}", t), axes) for t, axes in side] for side in sides]
+    numbered = [
+        [(_VARIABLE.sub(lambda m: f"{m[1]}{{{m[0][1:].lstrip('.')}", t), axes) for t, axes in side] for side in sides
+    ]
 
     def as_axis(t: str, axes: str | None) -> tuple[str, str | None]:
         """Move the optional variable from a name to the axes, and return both."""

@@ -345,6 +345,63 @@ def test_zeros_that_the_other_side_has_not_are_made_again(tmp_path: Path) -> Non
             through(tmp_path, {"model": model}, HEAD + f"gate.{{i}} = g.{{i}}\nignore-zero bias.{{i}} {line} : why\n")
 
 
+COPIED = (
+    HEAD
+    + """
+copy-left   tail.out.w of out.w
+copy-right  further.{i}.emb of emb with further.{i}.norm
+in.w = emb
+out.w = head
+tail.out.w = head
+extra.{i}.norm = further.{i}.norm
+"""
+)
+
+
+def test_a_weight_that_a_side_has_twice_is_there_once_on_the_other(tmp_path: Path) -> None:
+    out, emb = torch.randn(3, 2), torch.randn(4, 2)
+    left = {"in.w": emb, "out.w": out, "tail.out.w": out.clone(), "extra.0.norm": torch.ones(2), "extra.1.norm": torch.zeros(2)}  # fmt: skip
+    right = {"emb": emb, "head": out, **{f"further.{i}.{n}": t for i in range(2) for n, t in {"norm": left[f"extra.{i}.norm"], "emb": emb}.items()}}  # fmt: skip
+    assert same(through(tmp_path, {"model": left}, COPIED)["model"], right)
+    assert same(through(tmp_path, {"model": {n: t.clone() for n, t in right.items()}}, COPIED)["model"], left)
+    moments = {n: {"exp_avg": torch.randn(t.shape)} for n, t in left.items() if n != "tail.out.w"}
+    tree = through(
+        tmp_path, {"model": left, "optim": {"state": moments, "param_groups": [{"params": list(moments)}]}}, COPIED
+    )
+    assert set(tree["optim"]["state"]) == {"emb", "head", "further.0.norm", "further.1.norm"}
+    # the only one is no copy
+    assert same(
+        through(tmp_path, {"model": {"in.w": emb, "tail.out.w": out}}, COPIED)["model"], {"emb": emb, "head": out}
+    )
+    for odd in (out + 1, out.half(), out.reshape(2, 3)):
+        with pytest.raises(Unsupported, match=r'"model.tail.out.w" and "model.out.w" differ, and the map'):
+            through(tmp_path, {"model": {**left, "tail.out.w": odd}}, COPIED)
+    kept = through(tmp_path, {"model": {**left, "tail.out.w": out + 1}}, COPIED, drop_matching=["model.tail.out.w"])
+    assert same(kept["model"], right)
+
+
+def test_numbers_behind_a_size_of_the_config(tmp_path: Path) -> None:
+    text = HEAD + "size depth = layers\nnext.{i}.w [a b] = all.{i+depth}.w [a b]\nfirst.{i}.w [a b] = all.{i}.w [a b]\n"
+    left = {"first.0.w": torch.ones(2, 1), "first.1.w": torch.zeros(2, 1), "next.0.w": torch.full((2, 1), 2.0)}
+    src, name_map = written(tmp_path, state(left), text, '{"layers": 2}')
+    ckpttool.convert(src, tmp_path / "there.pt", map=name_map, config=str(tmp_path), canonical_keys=True)
+    there = torch.load(tmp_path / "there.pt")
+    assert {n: int(t[0]) for n, t in there["model"].items()} == {"all.0.w": 1, "all.1.w": 0, "all.2.w": 2}
+    assert set(there["optim"]["state"]) == set(there["optim"]["param_groups"][0]["params"]) == set(there["model"])
+    ckpttool.convert(
+        tmp_path / "there.pt", tmp_path / "back.pt", map=name_map, config=str(tmp_path), canonical_keys=True
+    )
+    assert same(torch.load(tmp_path / "back.pt"), torch.load(src))
+    (tmp_path / "config.json").write_text('{"other": 2}')
+    with pytest.raises(Unsupported, match=r'needs depth = layers, of config.json for "next.0.w"') as stopped:
+        ckpttool.convert(src, tmp_path / "o.pt", map=name_map, config=str(tmp_path))
+    assert stopped.value.code == "CKPT0312"
+    # without such layers the size is not needed
+    src, name_map = written(tmp_path, state({"first.0.w": torch.ones(2, 1)}), text, '{"other": 2}')
+    ckpttool.convert(src, tmp_path / "o.pt", map=name_map, config=str(tmp_path), canonical_keys=True)
+    assert set(torch.load(tmp_path / "o.pt")["model"]) == {"all.0.w"}
+
+
 def test_workers_get_the_text_of_a_map_file(tmp_path: Path) -> None:
     src, name_map = written(tmp_path, state(fused(4)))
     for out, workers in (("one", "1"), ("two", "2")):
@@ -409,6 +466,8 @@ def test_recorded_digests_of_renamed_tensors_are_compared(tmp_path: Path) -> Non
         (HEAD + "a.{i}1{j} = b.{i}.{j}\n", "other text than digits between"), (HEAD + "size = 3\na = b\n", "write size NAME"),
         (HEAD + "ignore a.{i}.{i} : why\n", ":2: .* variable twice"), (HEAD + "ignore a{.i} : why\n", r"\{\.i\} is for equations"),
         (HEAD + "ignore : why\n", "is not the name of a tensor"), (HEAD + "ignore-zero a [x] float32 with : why\n", "is not the name of a tensor"),
+        (HEAD + "copy-left a : b\n", "write copy-left NAME of OTHER"), (HEAD + "copy-right a.{i} of b\n", ":2: a.{i} has other variables"),
+        (HEAD + "copy-right a.{i} of b.{j} with c.{i}\n", "or b.{j} has more"), (HEAD + "a.{*+n} = b.{*}\n", "on both sides of a line"),
         (HEAD + "ignore-zero a [x x] float32 with b [x] : why\n", ":2: .* stands for two axes"), (HEAD + "a" * 5000 + "\n", r"a\.\.\.' is not NAME"),
     ],
 )  # fmt: skip

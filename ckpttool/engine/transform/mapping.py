@@ -26,14 +26,17 @@ from ...index.map_groups import (
     find_ignore_statement,
     group_names,
     make_views,
+    refuse_unknown_size,
     rename_path,
     resolve_group,
 )
-from ...index.name_maps import NameMap
-from ...printable import list_first
+from ...index.name_maps import MapLine, NameMap
+from ...printable import count_noun, list_first
 from ...storage.overlay import ENDLESS, ZEROS, ComputedSource, JoinedSource, PagedFile
 from ...storage.source import Source
+from ..copy.fill import silent
 from ..copy.stream import read_small_tensors
+from ..copy.tensor_digests import tensor_digests
 from .adapter_names import has_lines_for_adapter, map_adapter
 from .added_one import FILE, add_one_to_norms
 from .vocabulary_size import find_unequal_rows
@@ -58,9 +61,11 @@ def apply_map(ckpt: Checkpoint, source: Source, found: NameMap, config: Config) 
             an optimizer slot cannot be cut as its parameter is.
         UsageError: there are no weights and no optimizer that names parameters.
     """
+    sizes = {a: n for a, e in found.sizes.items() if (n := evaluate_size(e, config)) is not None}
+    found, unplaced = found.with_sizes(sizes)
     if lora.find_lora(ckpt) is not None and not has_lines_for_adapter(ckpt, found):
         return map_adapter(ckpt, found, _list_state_names(ckpt)), source
-    mapping = _Mapping(ckpt, source, found, config)
+    mapping = _Mapping(ckpt, source, found, sizes, unplaced)
     out = mapping.run()
     files = JoinedSource(source) if ZEROS in mapping.made else source
     if FILE in mapping.made:
@@ -112,20 +117,31 @@ class _Mapping:
     `tensors`, `values`, `recorded`, `notes`  the result so far
     `ways`    as `_choose_sides` gives them
     `state`   groups of parameters of the optimizer that the map makes others of
+    `sizes`   {axis: size} by the map and config.json; `unplaced` lines of the map that lack one of these
+    `copies`  {weight that the source has a second time: that weight}
     """
 
-    def __init__(self, ckpt: Checkpoint, source: Source, found: NameMap, config: Config) -> None:
+    def __init__(
+        self,
+        ckpt: Checkpoint,
+        source: Source,
+        found: NameMap,
+        sizes: Mapping[str, int],
+        unplaced: Iterable[MapLine],
+    ) -> None:
         ckpt = _with_torchtune_optimizer(ckpt)
-        self.ckpt, self.source, self.map = ckpt, source, found
+        self.ckpt, self.source, self.map, self.sizes, self.unplaced = ckpt, source, found, sizes, unplaced
         self.weights = {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"}
         # what is no tensor, such as _extra_state
         self.plain = {v.local_name: v for v in ckpt.values.values() if v.component == "model"}
-        self.sizes = {a: n for a, e in found.sizes.items() if (n := evaluate_size(e, config)) is not None}
         self.notes: list[str] = []
         self.tensors: dict[str, TensorEntry] = {}
         self.values: dict[str, Value] = {}
         self.recorded: dict[str, str] = {}
         self.made: dict[str, bytes] = {}  # {file that is not of the source: its bytes, if they are not just zeros}
+        self.copies = self._find_copies()
+        for n in self.copies:
+            del self.weights[n]
         self.ways = self._choose_sides()
         way = self.ways["optim"]
         self.state: list[TensorGroup] = (
@@ -133,6 +149,57 @@ class _Mapping:
         )
         self.of_weight: dict[str, list[str]] = {}  # {a weight: what it becomes, or becomes part of}
         self.renamed: dict[str, tuple[str, ...]] = {}  # {first name of a group of the optimizer: its new names}
+
+    def _find_copies(self) -> dict[str, str]:
+        """Find the weights that the source has twice, as the map says: {copy: the weight of which it is one}."""
+        return {
+            n: of
+            for row in self.map.copied
+            for n in self.weights
+            if (m := row.copy.match(n)) is not None and (of := row.of.named(m)) in self.weights
+        }
+
+    def _leave_out_copies(self) -> None:
+        """Take the copies of weights out of the source, after comparing their bytes with those of the weights.
+
+        Raises:
+            Unsupported: a copy has other bytes, so the other side of the map has no place for it.
+        """
+        tensors = self.ckpt.tensors
+        for copy, of in self.copies.items():
+            a, b = tensors[f"model.{copy}"], tensors[f"model.{of}"]
+            pair = {} if list(a.chunks) == list(b.chunks) else {copy: a, of: b}
+            digests = tensor_digests(pair, self.source, self.ckpt.files, self.ckpt.records, silent)
+            if (a.dtype, a.shape) != (b.dtype, b.shape) or len(set(digests.values())) > 1:
+                raise Unsupported(
+                    f'"model.{copy}" and "model.{of}" differ, and the map {self.map.name} takes the first for a copy '
+                    "of the second, which is all that the other side has. "
+                    f"{argument('drop_matching', ['model.' + copy])} leaves it out.",
+                    code="CKPT0310",
+                )
+        if self.copies:
+            left = {f"model.{n}" for n in self.copies}
+            self.ckpt = replace(self.ckpt, tensors={n: t for n, t in tensors.items() if n not in left})
+            self.notes.append(
+                f"{count_noun(len(left), 'copy', 'copies')} of other weights were left out after their bytes were "
+                f'compared, first "{min(left)}"'
+            )
+
+    def _add_copies(self) -> None:
+        """Add the copies of weights that the side which the result is of has, as the map says."""
+        made = {}
+        for row in self.map.copied if self.ways["model"] is not None else ():
+            for t in self.tensors.values() if row.right == self.ways["model"] else ():
+                m = row.along.match(t.local_name) if t.component == "model" else None
+                if m is not None and (of := self.tensors.get(f"model.{row.of.named(m)}")) is not None:
+                    path = ("model", row.copy.named(m))
+                    made[joined(path)] = replace(of, path=path)
+        if made:
+            self.tensors |= made
+            self.notes.append(
+                f"{count_noun(len(made), 'copy', 'copies')} of other weights were added, as "
+                f'{self.map.sides[bool(self.ways["model"])]} has them, first "{min(made)}"'
+            )
 
     def _choose_sides(self) -> dict[str, bool | None]:
         """Find out which side of the map the names are of, and return {"model": side, "optim": side}: True for the left
@@ -172,6 +239,10 @@ class _Mapping:
             return {component: None if unknown[component, True] else True for component in names}
         # refuse, with what the side that knows more does not know
         forward = sum(len(unknown[c, True]) for c in names) <= sum(len(unknown[c, False]) for c in names)
+        for line in self.unplaced:
+            for n in (*unknown["model", forward], *unknown["optim", forward]):
+                if any(t.match(n) is not None for t in line.tensors(right=not forward)):
+                    raise refuse_unknown_size(self.map, line.sizes[0], n)
         unmatched = [f"model.{n}" for n in unknown["model", forward]]
         unmatched += [f"optim.state.{n}" for n in unknown["optim", forward]]
         shown = list_first((f'"{n}"' for n in unmatched), _SHOWN)
@@ -199,6 +270,7 @@ class _Mapping:
                 code="CKPT0310",
             )
         self._check_groups_stay_joined()  # before rows of padding are read
+        self._leave_out_copies()
         if self.ways["model"]:  # norms that are stored less one have the left names
             new = self._add_one(self.ckpt.tensors, 1)
             recorded = {n: d for n, d in self.ckpt.recorded.items() if n not in new}
@@ -206,6 +278,7 @@ class _Mapping:
             self.weights |= {t.local_name: t for t in new.values() if t.component == "model"}
         self._map_weights()
         self._add_zero_tensors()
+        self._add_copies()
         self._map_masters()
         if self.ways["model"] is False:
             new = self._add_one(self.tensors, -1)
