@@ -86,6 +86,13 @@ MODELS = {
                     hub("deepseek_v3", 61, 7168, 18432, 128, 128, 10000, n_routed_experts=256, num_experts_per_tok=8, n_group=8, topk_group=4, n_shared_experts=1,
                         routed_scaling_factor=2.5, moe_intermediate_size=2048, qk_nope_head_dim=128, qk_rope_head_dim=64, norm_topk_prob=True, rope_scaling=YARN,
                         rms_norm_eps=1e-6, **LATENT)),
+    "T5-v1.1-base": ("megatron-t5", {
+        "hidden_size": 768, "encoder_num_layers": 12, "decoder_num_layers": 12, "num_attention_heads": 12, "kv_channels": 64, "ffn_hidden_size": 2048,
+        "position_embedding_type": "relative", "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "normalization": "RMSNorm",
+        "layernorm_epsilon": 1e-6, "softmax_scale": 1.0, "gated_linear_unit": True, "bias_activation_fusion": True, "add_bias_linear": False,
+        "share_embeddings_and_output_weights": False, "layernorm_zero_centered_gamma": False}, {
+        "model_type": "t5", "d_model": 768, "num_layers": 12, "num_decoder_layers": 12, "num_heads": 12, "d_kv": 64, "d_ff": 2048,
+        "relative_attention_num_buckets": 32, "layer_norm_epsilon": 1e-6, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
 }  # fmt: skip
 
 
@@ -110,6 +117,9 @@ def test_a_published_model_fits_its_job_and_nothing_is_unknown(name: str) -> Non
         ("Qwen1.5-MoE-A2.7B", {"shared_expert_intermediate_size": 1408}, "moe_shared_expert_intermediate_size = 5632, and"),
         ("Qwen1.5-MoE-A2.7B", {"model_type": "qwen3_moe"}, "moe_shared_expert_gate = True"),
         ("Qwen2.5-1.5B", {"use_sliding_window": True}, "window_size.*use_sliding_window = True"),
+        ("T5-v1.1-base", {"tie_word_embeddings": True}, "right for true only"), ("T5-v1.1-base", {"feed_forward_proj": "relu"}, "gated_linear_unit = True"),
+        ("T5-v1.1-base", {"feed_forward_proj": "gated-silu"}, "bias_activation_fusion = True"),
+        ("T5-v1.1-base", {"relative_attention_max_distance": 64}, "relative_attention_max_distance = 128, and"),
         ("DeepSeek-V3", {"rope_scaling": {**YARN, "factor": 4}}, "rotary_scaling_factor = 40.0"), ("DeepSeek-V3", {"rope_interleave": False}, "rope_interleave = False"),
     ],
 )  # fmt: skip
@@ -127,5 +137,16 @@ def test_a_config_of_another_model_is_refused(name: str, change: dict[str, Any],
 )  # fmt: skip
 def test_a_job_that_no_config_of_the_map_s_models_can_say_is_refused(change: dict[str, Any]) -> None:
     which, job, config = MODELS["Llama-2-7B"]
+    with pytest.raises(Unsupported, match=next(iter(change))):
+        check_premises(maps.load_map(which), ({**job, **change}, WHERE), config, None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"softmax_scale": None}, {"position_embedding_type": "learned_absolute"}, {"normalization": "LayerNorm"}, {"gated_linear_unit": False},
+     {"share_embeddings_and_output_weights": True}, {"add_bias_linear": True}],
+)  # fmt: skip
+def test_a_job_whose_t5_transformers_does_not_have_is_refused(change: dict[str, Any]) -> None:
+    which, job, config = MODELS["T5-v1.1-base"]
     with pytest.raises(Unsupported, match=next(iter(change))):
         check_premises(maps.load_map(which), ({**job, **change}, WHERE), config, None)

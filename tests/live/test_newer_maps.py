@@ -45,7 +45,7 @@ class Job(NamedTuple):
 
 MAPS = {
     "titan-qwen35": "torchtitan-qwen3-5", "titan-qwen35-moe": "torchtitan-qwen3-5", "titan-kimi-k25": "torchtitan-kimi-k25",
-    "mcore-glm4-moe": "megatron-glm4-moe", "mcore-qwen2-moe+args": "megatron",
+    "mcore-glm4-moe": "megatron-glm4-moe", "mcore-qwen2-moe+args": "megatron", "mcore-t5+args": "megatron-t5",
 }  # fmt: skip
 
 
@@ -103,6 +103,8 @@ def test_transformers_has_the_logits_of_the_live_model(job: Job, tmp_path: Path)
 def test_training_goes_on_with_the_losses_of_the_live_job(job: Job, mapped: Path) -> None:
     cls, tree = model_class(job.config), torch.load(mapped, weights_only=True)
     model = cls(cls.config_class.from_pretrained(job.folder))
+    if job.map == "megatron-t5":  # tied, until from_pretrained finds two different ones
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     model.load_state_dict(tree["model"])
     names, optim = dict(model.named_parameters()), tree["optim"]
     assert set(optim["state"]) == set(names)
