@@ -42,6 +42,7 @@ __all__ = [
     "build_meta_model",
     "find_contradiction",
     "find_hub_modules",
+    "list_further_layers",
     "relate_to_hub",
 ]
 
@@ -73,6 +74,7 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 
 
 _MOST_LAYERS = 10_000
+_MOST_FURTHER = 100
 
 
 class View(NamedTuple):
@@ -122,6 +124,7 @@ def relate_to_hub(
     judge: bool = False,
     linear: bool = False,
     load: bool = False,
+    further: bool = False,
 ) -> Relation:
     """Ask transformers, in a child process, how the parameters of a model in memory and its tensors on the Hub
     correspond.
@@ -133,6 +136,8 @@ def relate_to_hub(
         linear: also list the parameters that transformers would quantise (`Relation.linear`).
         load: `tensors` are {name in files: shape}, with the names of an older transformers or of another class of the
             model, perhaps; return in `joined` what `from_pretrained` makes of them, {} if it would miss a weight.
+        further: add to the model's own list the layers of multi-token prediction that `config` counts, with the names
+            and shapes of its last layer.
 
     Raises:
         MissingPackage: transformers is not installed.
@@ -148,7 +153,7 @@ def relate_to_hub(
         raise Unsupported(
             f"config.json describes {layers:,} layers{weights}; it is that of another model.", code="CKPT0311"
         )
-    asked = {"config": config, "tensors": tensors, "judge": judge, "linear": linear, "load": load}
+    asked = {"config": config, "tensors": tensors, "judge": judge, "linear": linear, "load": load, "further": further}
     question = json.dumps(asked).encode()
     try:
         answer = json.loads(_ask_child(question))
@@ -203,6 +208,21 @@ def find_hub_modules(relation: Relation) -> tuple[dict[str, list[Piece]], dict[s
         matrix, first = divmod(view.offset // max(1, columns), rows)
         pieces.setdefault(view.of, []).append(Piece(name.removesuffix(".weight"), matrix, first, view.shape[0]))
     return pieces, moved
+
+
+def list_further_layers(config: Config) -> tuple[str, ...]:
+    """List the prefixes that names of layers of multi-token prediction have on the Hub, "model.layers.61.".
+
+    They are behind the other layers, and config.json counts them (`num_nextn_predict_layers` of DeepSeek V3 and GLM
+    4.5). transformers has no such layers and does not load them; vLLM and SGLang do.
+
+    Args:
+        config: config.json.
+    """
+    first, count = (config.get(k) for k in ("num_hidden_layers", "num_nextn_predict_layers"))
+    if not (isinstance(first, int) and isinstance(count, int) and count <= _MOST_FURTHER):
+        return ()
+    return tuple(f"model.layers.{first + k}." for k in range(count))
 
 
 def find_contradiction(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
@@ -291,6 +311,10 @@ def _compute_relation(_: str) -> bytes:
     question = json.loads(sys.stdin.buffer.read())
     model = build_meta_model(question["config"])
     own = {k: tuple(v.shape) for k, v in model.state_dict().items()}
+    if question["further"] and (prefixes := list_further_layers(question["config"])):
+        last = f"model.layers.{question['config']['num_hidden_layers'] - 1}."
+        of_last = {k: s for k, s in own.items() if k.startswith(last)}
+        own |= {prefix + k.removeprefix(last): s for prefix in prefixes for k, s in of_last.items()}
     shapes = {k: tuple(v) for k, v in (question["tensors"] or own).items()}
     state = {k: torch.empty(s, device="meta") for k, s in shapes.items()}
     if question["load"]:
@@ -419,7 +443,9 @@ def _load_back(model: Any, state: dict[str, object]) -> LoadVerdict:
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-        missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+        further = list_further_layers(model.config.to_dict())
+        missing = sorted(info["missing_keys"])
+        unexpected = sorted(n for n in info["unexpected_keys"] if not n.startswith(further))
         shapes = [
             f'"{n}" is {list(mine)}, the model has {list(its)}' for n, mine, its in sorted(info["mismatched_keys"])
         ]

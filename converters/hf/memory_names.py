@@ -46,6 +46,8 @@ def restore_memory_names(
     relation = None if codes else _ask_for_hub_names(config, tensors, notes)
     if relation is not None:
         usual = {n for n, v in relation.views.items() if v.of not in relation.tied} | relation.joined.keys()
+        further = hub_names.list_further_layers(config)  # which not every folder has
+        usual = {n for n in usual if not n.startswith(further)}
         if usual <= tensors.keys():
             if relation.joined or any(v.of != k for k, v in relation.views.items()):
                 tensors = _fuse_hub_tensors(tensors, relation)
@@ -106,7 +108,7 @@ def _ask_for_hub_names(
     if not needs_transformers(config, tensors):
         return None
     try:
-        return hub_names.relate_to_hub(config, None)
+        return hub_names.relate_to_hub(config, None, further=bool(hub_names.list_further_layers(config)))
     except (MissingPackage, Unsupported) as e:
         notes.append(f"names are kept as they are: {e}")
         return None
@@ -157,7 +159,7 @@ def _fuse_hub_tensors(tensors: dict[str, TensorEntry], relation: hub_names.Relat
             for c in tensors[name].chunks:
                 columns.add(start, shape, *c.extent, strides=strides)
     for name, parts in relation.joined.items():
-        for parameter, link in parts:
+        for parameter, link in parts if name in tensors else ():
             place_chunks(link, tensors[name], chunks_of(parameter, name, link.part_shape), to_whole=True)
     for name, columns in chunks.items():
         out[name] = TensorEntry(dtypes[name], relation.shapes[name], ("model", name), columns)

@@ -634,7 +634,9 @@ def _select_hub_tensors(
         Unsupported: tied by config, but their bytes differ.
     """
     together: dict[str, str] = {}
-    tied = {} if untie else tied_weights(model)
+    # transformers does not load layers of multi-token prediction, so they have what others share with them
+    further = hub_names.list_further_layers(config or {})
+    tied = {} if untie else tied_weights({n: t for n, t in model.items() if not n.startswith(further)})
     tied.update({k: v for k, v in ties(config, model, relation).items() if k in model and v in model})
     if relation is not None:
         out = cut_into_hub_tensors(model, relation)

@@ -362,7 +362,13 @@ def test_a_weight_that_a_side_has_twice_is_there_once_on_the_other(tmp_path: Pat
     out, emb = torch.randn(3, 2), torch.randn(4, 2)
     left = {"in.w": emb, "out.w": out, "tail.out.w": out.clone(), "extra.0.norm": torch.ones(2), "extra.1.norm": torch.zeros(2)}  # fmt: skip
     right = {"emb": emb, "head": out, **{f"further.{i}.{n}": t for i in range(2) for n, t in {"norm": left[f"extra.{i}.norm"], "emb": emb}.items()}}  # fmt: skip
-    assert same(through(tmp_path, {"model": left}, COPIED)["model"], right)
+    src, name_map = written(tmp_path, {"model": left}, COPIED)
+    done = ckpttool.convert(src, tmp_path / "there.pt", map=name_map, canonical_keys=True)
+    assert same(torch.load(tmp_path / "there.pt")["model"], right)
+    assert {
+        'copies of other weights, left out after a comparison of bytes: 1, first "model.tail.out.w"',
+        'copies of other weights, added since there has them: 2, first "model.further.0.emb"',
+    } <= set(done.notes)
     assert same(through(tmp_path, {"model": {n: t.clone() for n, t in right.items()}}, COPIED)["model"], left)
     moments = {n: {"exp_avg": torch.randn(t.shape)} for n, t in left.items() if n != "tail.out.w"}
     tree = through(

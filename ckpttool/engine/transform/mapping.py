@@ -31,7 +31,7 @@ from ...index.map_groups import (
     resolve_group,
 )
 from ...index.name_maps import MapLine, NameMap
-from ...printable import count_noun, list_first
+from ...printable import list_first
 from ...storage.overlay import ENDLESS, ZEROS, ComputedSource, JoinedSource, PagedFile
 from ...storage.source import Source
 from ..copy.fill import silent
@@ -181,8 +181,7 @@ class _Mapping:
             left = {f"model.{n}" for n in self.copies}
             self.ckpt = replace(self.ckpt, tensors={n: t for n, t in tensors.items() if n not in left})
             self.notes.append(
-                f"{count_noun(len(left), 'copy', 'copies')} of other weights were left out after their bytes were "
-                f'compared, first "{min(left)}"'
+                f'copies of other weights, left out after a comparison of bytes: {len(left):,}, first "{min(left)}"'
             )
 
     def _add_copies(self) -> None:
@@ -197,8 +196,8 @@ class _Mapping:
         if made:
             self.tensors |= made
             self.notes.append(
-                f"{count_noun(len(made), 'copy', 'copies')} of other weights were added, as "
-                f'{self.map.sides[bool(self.ways["model"])]} has them, first "{min(made)}"'
+                f"copies of other weights, added since {self.map.sides[bool(self.ways['model'])]} has them: "
+                f'{len(made):,}, first "{min(made)}"'
             )
 
     def _choose_sides(self) -> dict[str, bool | None]:
