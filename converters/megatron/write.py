@@ -353,11 +353,13 @@ def _derive_arguments(ckpt: Checkpoint, source: Source, options: WriteOptions) -
         if key is not None and value is not None and value != evaluate(p.job, {}):
             out[key[1]] = value
     embedding = ckpt.tensors.get("model.embedding.word_embeddings.weight")
+    further = {n.split(".")[2] for n in names if n.startswith("mtp.layers.")}
     return out | {
         "group_query_attention": out.get("num_query_groups", out["num_attention_heads"]) != out["num_attention_heads"],
         "untie_embeddings_and_output_weights": "output_layer.weight" in names,
         "add_bias_linear": any(n.endswith("linear_fc1.bias") for n in names),
         **({} if embedding is None else {"padded_vocab_size": embedding.shape[0]}),
+        **({"mtp_num_layers": len(further)} if further else {}),
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         "no_save_rng": not any(v.path[0] == "rng" for v in ckpt.values.values()),

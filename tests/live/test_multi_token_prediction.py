@@ -182,6 +182,12 @@ def test_the_folder_for_the_hub_has_them_behind_the_layers_of_the_model(job: Pat
     # and back, from files in which these are bytes of their own
     ckpttool.convert(tmp_path / "hf", tmp_path / "back.pt", map=CASES[job.name], config=str(job))
     assert ckpttool.diff(iteration(job), tmp_path / "back.pt", only=["model"]).equal
+    ckpttool.convert(
+        tmp_path / "hf", tmp_path / "iter_0000003", to="megatron", map=CASES[job.name], config=str(job), world_size=1
+    )
+    if job.name.startswith("mcore-deepseek"):  # of whose model the arguments of Megatron-LM are known
+        common = torch.load(tmp_path / "iter_0000003" / "common.pt", weights_only=False)
+        assert common["args"].mtp_num_layers == FURTHER
     # a folder without some of them, or all
     for kept, count in ((beyond[:1], 1), ((), 0)):
         few = {n: t for n, t in written.items() if not n.startswith(beyond) or n.startswith(kept)}
