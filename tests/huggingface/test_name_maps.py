@@ -49,6 +49,9 @@ CASES = (
     Case("titan-deepseek-v3", "torchtitan-deepseek-v3", "torchtitan-deepseek-v3", 5e-7),
     Case("tune-llama3", "torchtune-llama3", "torchtune-llama3", 5e-7),
     Case("tune-qwen2", "torchtune-qwen2", "torchtune-qwen2", 5e-7),
+    Case("tune-llama3-2", "torchtune-llama3", "torchtune-llama3", 5e-7),
+    Case("tune-mistral", "torchtune-llama3", "torchtune-llama3", 5e-7),
+    Case("tune-qwen3", "torchtune-qwen3", "torchtune-qwen3", 5e-7),
     Case("titan-gpt-oss", "torchtitan-gpt-oss", "torchtitan-gpt-oss", 5e-7),
     Case("tune-phi3", "torchtune-phi3", "torchtune-phi3", 5e-7),
     Case("tune-gemma", "torchtune-gemma", "torchtune-gemma", 5e-7),
@@ -176,6 +179,18 @@ def test_without_a_config_it_says_what_is_missing_and_an_export_beside_it_tells(
     save_file(hub, tmp_path / "checkpoint" / "step-4" / "model.safetensors")
     with pytest.raises(Unsupported, match="needs half"):
         ckpttool.convert(step, tmp_path / "again", to="hf")
+
+
+def test_phi_4_of_the_hub_is_refused_since_torchtune_turns_it_by_another_base(tmp_path: Path) -> None:
+    config = json.loads((SMALL / "tune-phi3" / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 250000.0
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        Unsupported, match=r"right for 10000 only, and config.json .* has rope_parameters.rope_theta = 250000"
+    ):
+        ckpttool.convert(
+            SMALL / "tune-phi3" / "epoch_0", tmp_path / "hf", to="hf", map="torchtune-phi3", config=str(tmp_path)
+        )
 
 
 def test_llama_of_meta_and_back(tmp_path: Path) -> None:
