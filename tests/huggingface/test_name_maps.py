@@ -53,6 +53,7 @@ CASES = (
     Case("tune-mistral", "torchtune-llama3", "torchtune-llama3", 5e-7),
     Case("tune-qwen3", "torchtune-qwen3", "torchtune-qwen3", 5e-7),
     Case("titan-gpt-oss", "torchtitan-gpt-oss", "torchtitan-gpt-oss", 5e-7),
+    Case("titan-llama4", "torchtitan-llama4", "torchtitan-llama4", 5e-7),
     Case("tune-phi3", "torchtune-phi3", "torchtune-phi3", 5e-7),
     Case("tune-gemma", "torchtune-gemma", "torchtune-gemma", 5e-7),
     Case("mcore-llama", "megatron", "megatron", 5e-7),
@@ -191,6 +192,22 @@ def test_phi_4_of_the_hub_is_refused_since_torchtune_turns_it_by_another_base(tm
         ckpttool.convert(
             SMALL / "tune-phi3" / "epoch_0", tmp_path / "hf", to="hf", map="torchtune-phi3", config=str(tmp_path)
         )
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"no_rope_layers": []}, {"no_rope_layers": [1, 1, 1, 0]}, {"use_qk_norm": True}, {"attn_temperature_tuning": True}, {"model_type": "llama4"},
+    ],
+)  # fmt: skip
+def test_llama_4_that_torchtitan_does_not_have_is_refused(changed: dict[str, Any], tmp_path: Path) -> None:
+    case = SMALL / "titan-llama4"
+    config = json.loads((case / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changed}))
+    with pytest.raises(Unsupported, match=f"torchtitan-llama4 is not right for this model: .*{next(iter(changed))}"):
+        ckpttool.convert(case / "ckpt", tmp_path / "out.pt", map="torchtitan-llama4", config=str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "no_rope_layers": [1, 1, 1, 1]}))
+    ckpttool.convert(case / "ckpt", tmp_path / "out.pt", map="torchtitan-llama4", config=str(tmp_path))
 
 
 def test_llama_of_meta_and_back(tmp_path: Path) -> None:
