@@ -70,7 +70,15 @@ BY_HAND = {m: m for m in ("torchtune-phi3", "torchtune-gemma")}
 
 def test_every_map_has_a_fixture() -> None:
     # live/test_megatron_premises.py, live/test_newer_maps.py
-    elsewhere = {"meta-llama", "megatron-gpt2", "megatron-glm4-moe", "megatron-t5", "torchtitan-qwen3-5", "torchtitan-kimi-k25"}
+    elsewhere = {
+        "meta-llama",
+        "megatron-gpt2",
+        "megatron-glm4-moe",
+        "megatron-t5",
+        "torchtitan-qwen3-5",
+        "torchtitan-kimi-k25",
+        "torchtitan-muse-glimmer",
+    }
     assert {c.forth for c in CASES} | {c.back for c in CASES} == set(maps.list_map_names()) - elsewhere
     assert {p.name for f in (FOLDER, SMALL) for p in f.iterdir()} == {c.name for c in CASES}
 

@@ -45,6 +45,7 @@ class Job(NamedTuple):
 
 MAPS = {
     "titan-qwen35": "torchtitan-qwen3-5", "titan-qwen35-moe": "torchtitan-qwen3-5", "titan-kimi-k25": "torchtitan-kimi-k25",
+    "titan-muse-glimmer": "torchtitan-muse-glimmer",
     "mcore-glm4-moe": "megatron-glm4-moe", "mcore-qwen2-moe+args": "megatron", "mcore-t5+args": "megatron-t5",
 }  # fmt: skip
 
