@@ -45,11 +45,14 @@ from .geometry import FlatPlace, Groups, concatenate_parameters
 from .module_state import SaveReader
 
 __all__ = [
+    "AUTOEP",
     "DATA_FIRST",
     "EXPERT_NAME",
     "GROUP_NAME",
     "ExpertRanks",
     "Experts",
+    "Placements",
+    "parse_autoep_layers",
     "read_expert_files",
     "read_stage0_experts",
 ]
@@ -58,6 +61,8 @@ __all__ = [
 EXPERT_NAME = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts)\.(\d+)\.(.+)")
 #: The name of a param group of experts on so many ranks.
 GROUP_NAME = re.compile(r"ep_size_(\d+)")
+#: In a model file: the layers of AutoEP.
+AUTOEP = "ds_autoep_layers"
 #: In ds_config: the ranks with the same experts are neighbours.
 DATA_FIRST = "use_data_before_expert_parallelism"
 
@@ -274,7 +279,7 @@ def read_expert_files(reading: SaveReader, model: File) -> Experts:
         if m := EXPERT.fullmatch(name):
             found.setdefault(int(m[1]), {})[int(m[2])] = name
     stated = model.tree.get("num_experts")
-    if not found and not (isinstance(stated, list) and "ds_autoep_layers" in model.tree):
+    if not found and not (isinstance(stated, list) and AUTOEP in model.tree):
         stated = []  # no MoE layers; the key may be the user's own
     if not isinstance(stated, list) or not all(type(n) is int and n > 0 for n in stated):
         raise Corrupt(
@@ -286,7 +291,7 @@ def read_expert_files(reading: SaveReader, model: File) -> Experts:
     entries: dict[str, dict[str, tuple[File, StoredTensor]]] = {}
     config = model.tree.get("ds_config")
     ranks = ExpertRanks(model.get("dp_world_size", int), bool(isinstance(config, dict) and config.get(DATA_FIRST)))
-    layers, stacked = _parse_autoep_layers(model, stated), Placements()
+    layers, stacked = parse_autoep_layers(model.what, model.tree.get(AUTOEP), stated), Placements()
     for layer, count in enumerate(stated):
         files = found.pop(layer, {})
         if lost := count - sum(e < count for e in files):
@@ -323,19 +328,19 @@ def read_expert_files(reading: SaveReader, model: File) -> Experts:
     return Experts(ranks, counts, [n for own in entries.values() for n in own], stacked)
 
 
-def _parse_autoep_layers(model: File, counts: list[int]) -> dict[int, tuple[str, list[list[int]]]]:
+def parse_autoep_layers(what: str, stated: object, counts: list[int]) -> dict[int, tuple[str, list[list[int]]]]:
     """Return {number of an MoE layer: (module of its experts, [experts of each expert parallel rank])} of AutoEP's
     layers.
 
     Args:
-        model: the model file, which lists them under ds_autoep_layers.
+        what: the path of the file, for errors.
+        stated: ds_autoep_layers of the model file.
         counts: the number of experts of each MoE layer.
 
     Raises:
         Corrupt: ds_autoep_layers has another form, or contradicts `counts`.
         Unsupported: an expert is on several ranks, or on none.
     """
-    stated = model.tree.get("ds_autoep_layers")
     out: dict[int, tuple[str, list[list[int]]]] = {}
     for entry in stated if isinstance(stated, list) else ():
         layer, size, local = (
@@ -350,7 +355,7 @@ def _parse_autoep_layers(model: File, counts: list[int]) -> dict[int, tuple[str,
             or entry.get("num_experts") != counts[layer]
             or layer in out
         ):
-            raise Corrupt(f"{model.what}: ds_autoep_layers has {short(entry)}.", code="CKPT0406")
+            raise Corrupt(f"{what}: {AUTOEP} has {short(entry)}.", code="CKPT0406")
         prefix = str(entry.get("expert_key_prefix"))
         found = entry.get("expert_placement")  # where it is missing, the ranks have one expert after the other
         ranks = found.get("ranks") if isinstance(found, dict) else None
@@ -362,7 +367,7 @@ def _parse_autoep_layers(model: File, counts: list[int]) -> dict[int, tuple[str,
             e for own in placement for e in own if type(e) is int
         ) != list(range(counts[layer])):
             raise Unsupported(
-                f"{model.what}: expert_placement of {prefix} is {short(placement)}: not each of {counts[layer]} "
+                f"{what}: expert_placement of {prefix} is {short(placement)}: not each of {counts[layer]} "
                 "experts on one expert parallel rank.",
                 code="CKPT0325",
             )

@@ -36,7 +36,9 @@ __all__ = [
     "advise_joining",
     "build_universal_info",
     "count_map_ranks",
+    "cut_equally",
     "cut_for_ranks",
+    "encode_cut",
     "make_parameter_pattern",
     "make_whole_piece",
     "parse_parameter_map",
@@ -211,7 +213,7 @@ def cut_for_ranks(cut: ParameterCut, ranks: int, subs: Sequence[int] | None, hea
         return ParameterCut(cut.shape, [cut.shape] * ranks, [make_whole_piece(range(ranks), cut.shape)])
     axis = next(d for d, n in enumerate(cut.shape) if any(p[d] != n for p in cut.parts))
     sizes = list(subs or [cut.shape[axis]])
-    before, after = (_cut_equally(cut.shape, axis, sizes, n) for n in (len(cut.parts), ranks))
+    before, after = (cut_equally(cut.shape, axis, sizes, n) for n in (len(cut.parts), ranks))
     if before is None or sorted(before.pieces) != sorted(cut.pieces):
         return f"{len(cut.parts)} ranks have other than equal parts of it"
     if after is None:
@@ -223,7 +225,7 @@ def cut_for_ranks(cut: ParameterCut, ranks: int, subs: Sequence[int] | None, hea
     return after
 
 
-def _cut_equally(shape: tuple[int, ...], axis: int, sizes: Sequence[int], ranks: int) -> ParameterCut | None:
+def cut_equally(shape: tuple[int, ...], axis: int, sizes: Sequence[int], ranks: int) -> ParameterCut | None:
     """Cut a parameter into equal parts, one for each rank.
 
     Args:
@@ -267,17 +269,22 @@ def build_universal_info(info: Mapping[str, object], cuts: Mapping[str, Paramete
         )
     params: dict[str, Any] = {}
     for name, cut in cuts.items():
-        by_rank = {}
-        for r, part in enumerate(cut.parts):
-            mine = sorted((held[r], box, sorted(held)) for box, held in cut.pieces if r in held)
-            pieces = [_encode_piece(cut.shape, part, box, at, ranks) for at, box, ranks in mine]
-            by_rank[r] = {"shard_shape": list(part), "pieces": pieces}
-        params[make_parameter_pattern(name)] = {"logical_shape": list(cut.shape), "ranks": by_rank}
+        params[make_parameter_pattern(name)] = encode_cut(cut)
     out = {**info, "affine_map": {"version": 1, "params": params}}
     if isinstance(widths := info.get("sub_param_shard_widths"), dict):
         of_pattern = {make_parameter_pattern(n): c for n, c in cuts.items()}
         out["sub_param_shard_widths"] = {p: _list_sub_param_widths(of_pattern[p]) for p in widths if p in of_pattern}
     return out
+
+
+def encode_cut(cut: ParameterCut) -> dict[str, Any]:
+    """Return how the ranks share a parameter as affine_map stores it."""
+    by_rank = {}
+    for r, part in enumerate(cut.parts):
+        mine = sorted((held[r], box, sorted(held)) for box, held in cut.pieces if r in held)
+        pieces = [_encode_piece(cut.shape, part, box, at, ranks) for at, box, ranks in mine]
+        by_rank[r] = {"shard_shape": list(part), "pieces": pieces}
+    return {"logical_shape": list(cut.shape), "ranks": by_rank}
 
 
 def _encode_piece(

@@ -29,7 +29,7 @@ from ckpttool.index.paths import is_number_text
 from ckpttool.layouts import WriteOptions
 
 from ..options import ZeroOptions
-from .experts import DATA_FIRST, EXPERT_NAME
+from .experts import AUTOEP, DATA_FIRST, EXPERT_NAME
 from .files import MAYBE, OWN, SCALERS, STAGE, FlatRange, build_entry_from_ranges, get_zero_setting, list_client_keys
 from .tensor_cuts import INFO
 
@@ -184,6 +184,8 @@ class SavePlan:
         }
         self.rest.pop("global_steps", None)
 
+        self.stacks: dict[int, list[str]] = {}  # of each MoE layer of AutoEP, the stacks of its experts
+
         # the tensor-parallel rank whose files are planned
         self.tensor_rank, self.tensor_ranks = 0, 1
         self.cuts: dict[str, Any] | None = None  # how all of them cut parameters, for their model files
@@ -314,9 +316,16 @@ class SavePlan:
         config = {joined(p): Value(p, x) for p, x in flatten_tree(self.ds_config, ("extra", "ds_config")).items()}
         changed: dict[str, str] = {}
         out = dict(self.ckpt.values)
+        info, how = self.rest.get(INFO), "for the expert parallel ranks of the job that loads it"
+        restated = {(AUTOEP,): self.rest.get(AUTOEP), (INFO, AUTOEP): info[AUTOEP] if info and AUTOEP in info else None}
+        placed = [
+            (joined(path), {joined(p): Value(p, x) for p, x in flatten_tree(tree, path).items()}, how)
+            for path, tree in ((("extra", *keys), tree) for keys, tree in restated.items() if self.stacks)
+        ]
         for head, after, how in (
             ("extra.ds_config", config, f"for an engine of ZeRO stage {self.stage}"),
             ("optim.param_groups", list_group_values(self.state.groups), self.about_groups),
+            *placed,
         ):
             if before := {n: v for n, v in out.items() if n == head or n.startswith(head + ".")}:
                 after = {n: v for n, v in after.items() if n not in self.state.inlined}
@@ -594,6 +603,16 @@ class ModelStateFiles:
         for name, tree, content in self._build_expert_files():
             numbers.append(files.add(f"{plan.tag}/{name}", content, tree.sizes))
             trees.append(tree)
+        for n in (n for own in plan.stacks.values() for n in own):
+            t = self._cast_module_tensor(n)
+            one = t.numel // t.shape[0]
+            of_experts = [(f, tree) for f, tree in zip(numbers, trees, strict=True) if n in tree.holes]
+            cuts = [
+                FlatRange(e * one, (e + 1) * one, f, files.offset(f, tree.holes[n]))
+                for e, (f, tree) in enumerate(of_experts)
+            ]
+            self.tensors[joined(t.path)] = build_entry_from_ranges(t.shape, t.dtype, t.path, cuts)
+            self.sources[joined(t.path)] = state.tensors[n]
         for number, tree in zip(numbers, trees, strict=True):
             for name, (key, entry, origin) in tree.whole.items():
                 at = files.offset(number, key)
@@ -646,16 +665,20 @@ class ModelStateFiles:
         )
 
     def _add_module_tensor(self, tree: FileTree, name: str) -> TensorRef:
-        """Add the tensor `name` of `module` to a file, and return the reference to pickle.
+        """Add the tensor `name` of `module` to a file, and return the reference to pickle."""
+        t = self._cast_module_tensor(name)
+        return tree.add_tensor(joined(t.path), t, self.plan.state.tensors[name])
+
+    def _cast_module_tensor(self, name: str) -> TensorEntry:
+        """Return the tensor `name` of `module` as it is to be written, with the path that it has in the draft.
 
         A buffer or frozen parameter keeps its dtype; any other weight is rounded to the engine's precision when it is
         written.
         """
         plan, state, t = self.plan, self.plan.state, self.plan.tensors[name]
         if name in state.buffers or name in state.frozen:
-            return tree.add_tensor(f"model.{name}", t, state.tensors[name])
-        low = replace(t, dtype=plan.precision, path=("module", name))
-        return tree.add_tensor(f"module.{name}", low, state.tensors[name])
+            return t
+        return replace(t, dtype=plan.precision, path=("module", name))
 
     def _build_expert_files(self) -> list[tuple[str, FileTree, dict[str, object]]]:
         """Return [(file name, tensors, content)] of the files of experts, one for each expert of each MoE layer."""
@@ -669,6 +692,14 @@ class ModelStateFiles:
                 tree = FileTree(0)
                 content: dict[str, object] = {n: self._add_module_tensor(tree, n) for n in names}
                 out.append((f"layer_{k}_expert_{e}_mp_rank_00_model_states.pt", tree, content))
+        for k, stacks in self.plan.stacks.items():
+            for e in range(self.plan.tensors[stacks[0]].shape[0]):
+                tree, content = FileTree(0), {}
+                for n in stacks:
+                    t = self._cast_module_tensor(n)
+                    ref = tree.add_flat_tensor(n, t.dtype, t.numel // t.shape[0])
+                    content[f"{n}.{e}"] = ref._replace(shape=t.shape[1:])
+                out.append((f"layer_{k}_expert_{e}_mp_rank_00_model_states.pt", tree, content))
         return out
 
     def _build_model_tree(self, tree: FileTree, rank: int, each_rank: bool) -> dict[str, object]:
@@ -681,16 +712,17 @@ class ModelStateFiles:
         """
         plan, state, stage = self.plan, self.plan.state, self.stage
         trained = {n for g in self.groups for n in g}
+        stacks = {n for own in plan.stacks.values() for n in own}
         module: dict[str, object] = {}
         for n, t in plan.tensors.items():
-            if n in state.tied or EXPERT_NAME.fullmatch(n):
+            if n in state.tied or n in stacks or EXPERT_NAME.fullmatch(n):
                 continue
             if stage == 3 and n not in state.buffers:
                 module[n] = tree.add_placeholder(plan.precision if n in trained else t.dtype)
             else:
                 module[n] = self._add_module_tensor(tree, n)
         module.update({a: module[o] for a, o in state.tied.items()})
-        frozen = {n: pickled_size(plan.tensors[n].shape) for n in state.frozen}
+        frozen = {n: pickled_size(plan.tensors[n].shape) for n in state.frozen if n in module}
         fragments: Any = {n: module[n] for n in frozen}
         out = {
             "module": {**{n: module[n] for n in plan.tensors if n in module}, **tree.add_tree(state.extra_states)},

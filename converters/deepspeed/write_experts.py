@@ -3,13 +3,16 @@ files), and what no layout of DeepSpeed's is written for."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ckpttool.engine.flat.split_state import Training
 from ckpttool.errors import Unsupported, UsageError, argument
 from ckpttool.index.checkpoint import Checkpoint
 
-from .experts import EXPERT_NAME, GROUP_NAME, ExpertRanks, Experts
+from .experts import AUTOEP, EXPERT_NAME, GROUP_NAME, ExpertRanks, Experts, Placements, parse_autoep_layers
 from .files import LAYER
 from .geometry import Groups
+from .tensor_cuts import INFO, cut_equally, encode_cut
 from .write_common import SavePlan
 
 __all__ = ["plan_experts", "refuse_experts", "refuse_pipeline", "to_local_groups"]
@@ -31,7 +34,8 @@ def refuse_pipeline(ckpt: Checkpoint) -> None:
 
 
 def refuse_experts(state: Training, asked: int | None, layout: str) -> None:
-    """Refuse a state with experts of DeepSpeed's MoE layers, or an expert parallel size, for a layout without experts.
+    """Refuse a state with experts of DeepSpeed's MoE layers or of AutoEP, or an expert parallel size, for a layout
+    without experts.
 
     Args:
         state: the state to write.
@@ -45,6 +49,12 @@ def refuse_experts(state: Training, asked: int | None, layout: str) -> None:
     if name := next((n for n in state.tensors if EXPERT_NAME.fullmatch(n)), None):
         raise Unsupported(
             f'"{name}" is of an expert of one of DeepSpeed\'s MoE layers, and {layout} has no place for experts on '
+            "several ranks. Write zero1 or zero2.",
+            code="CKPT0316",
+        )
+    if state.rest.get(AUTOEP):
+        raise Unsupported(
+            f"the experts of the source are stacks, as AutoEP trains them, and {layout} has no place for experts on "
             "several ranks. Write zero1 or zero2.",
             code="CKPT0316",
         )
@@ -73,21 +83,31 @@ def plan_experts(plan: SavePlan, world: int, asked: int | None) -> tuple[Experts
     for name in names:
         if m := EXPERT_NAME.fullmatch(name):
             counts[m[1]] = max(counts.get(m[1], 0), int(m[2]) + 1)
-    experts = Experts(ExpertRanks(world, plan.data_first), counts, names, {})
-    if stack := next((n for g in state.groups if g.options.get("moe") for n in g.params if n not in set(names)), None):
+    stacked = _plan_stacks(plan, world, asked)
+    experts = Experts(ExpertRanks(world, plan.data_first), counts, names, stacked)
+    there = {*names, *stacked}
+    if stack := next((n for g in state.groups if g.options.get("moe") for n in g.params if n not in there), None):
         raise Unsupported(
-            f'"{stack}" is a stack of experts, as AutoEP trains them, and no engine would find it in what is written: '
-            "ckpttool does not write files of AutoEP. The state can be written as dcp, full or hf.",
+            f'"{stack}" is a stack of experts, as AutoEP trains them, and the state has no {AUTOEP}, by which an '
+            "engine finds its layer: convert the save of the AutoEP job itself. The state can be written as dcp, full "
+            "or hf.",
             code="CKPT0316",
         )
-    if not counts:
+    if not there:
         refuse_experts(state, asked, "a model without experts")
         return experts, [world] * len(state.groups)
-    _refuse_unsupported_experts(plan, counts, names)
-    plan.rest["num_experts"] = list(counts.values())
+    if counts and stacked:
+        raise Unsupported(
+            "some experts are modules and others stacks, as AutoEP trains them, and no file says which layer is "
+            "which. The state can be written as dcp, full or hf.",
+            code="CKPT0316",
+        )
+    _refuse_unsupported_experts(plan, counts, [*names, *stacked])
+    if counts:
+        plan.rest["num_experts"] = list(counts.values())
     replicas = []
     for g, group in enumerate(state.groups):
-        of_experts = [n for n in group.params if EXPERT_NAME.fullmatch(n)]
+        of_experts = [n for n in group.params if n in there]
         if not of_experts:
             replicas.append(world)
             continue
@@ -98,13 +118,8 @@ def plan_experts(plan: SavePlan, world: int, asked: int | None) -> tuple[Experts
                 code="CKPT0316",
             )
         known = GROUP_NAME.fullmatch(str(group.options.get("name")))
-        size = asked or (int(known[1]) if known else 1)
-        if world % size or any(n % size for n in counts.values()):
-            raise UsageError(
-                f"{argument('expert_parallel', size)} for {world} ranks and layers of "
-                f"{', '.join(map(str, sorted(set(counts.values()))))} experts; it must divide both.",
-                code="CKPT0203",
-            )
+        size = len(next(iter(stacked.values()), ())) or asked or (int(known[1]) if known else 1)
+        _refuse_unequal_parts(size, world, counts.values())
         group.options.update(moe=True, name=f"ep_size_{size}")
         replicas.append(world // size)
     before = {
@@ -114,6 +129,79 @@ def plan_experts(plan: SavePlan, world: int, asked: int | None) -> tuple[Experts
     if new := sorted(str(n) for n in after - before):
         plan.about_groups = f"groups of experts have the name of their ranks, {', '.join(new)}"
     return experts, replicas
+
+
+def _refuse_unequal_parts(size: int, world: int, counts: Collection[int]) -> None:
+    """Refuse an expert parallel size that does not divide `world`, the number of ranks, and `counts`, the numbers of
+    experts of the layers; raise UsageError."""
+    if world % size or any(n % size for n in counts):
+        raise UsageError(
+            f"{argument('expert_parallel', size)} for {world} ranks and layers of "
+            f"{', '.join(map(str, sorted(set(counts))))} experts; it must divide both.",
+            code="CKPT0203",
+        )
+
+
+def _plan_stacks(plan: SavePlan, world: int, asked: int | None) -> Placements:
+    """Plan which rank has which experts of AutoEP's layers, as an engine places them: one after the other.
+
+    Args:
+        plan: what all files of the save have in common; its `stacks`, and what it says of AutoEP, are changed.
+        world: the number of ranks.
+        asked: the expert parallel size; None: that of the source.
+
+    Returns:
+        {name of a stack: the experts of each expert parallel rank}; {} if the state is not of AutoEP.
+
+    Raises:
+        Corrupt: what the state says of AutoEP has another form than DeepSpeed's.
+        Unsupported: a stack is missing, or has another shape.
+        UsageError: the size does not divide the ranks or the experts.
+    """
+    stated, counts = plan.rest.get(AUTOEP), plan.rest.get("num_experts")
+    if not isinstance(stated, list) or not isinstance(counts, list):
+        return {}
+    layers = parse_autoep_layers(plan.ckpt.root, stated, counts)
+    size = asked or max((len(placement) for _, placement in layers.values()), default=1)
+    _refuse_unequal_parts(size, world, counts)
+    out, entries, info = Placements(), [], plan.rest.get(INFO)
+    for entry in stated:
+        layer = entry["moe_layer_id"]
+        (prefix, _), count, local = layers[layer], counts[layer], counts[layer] // size
+        own = [f"{prefix}.{w}" for w in ("w1", "w2", "w3")]
+        shapes = {n: plan.tensors[n].shape if n in plan.tensors else () for n in own}
+        if odd := next((n for n, s in shapes.items() if len(s) != 3 or s[0] != count), None):
+            raise Unsupported(
+                f'{AUTOEP} says that "{odd}" is a stack of {count} experts, and it is '
+                f"{list(shapes[odd]) if shapes[odd] else 'missing'}. The state can be written as dcp, full or hf.",
+                code="CKPT0316",
+            )
+        placement = [list(range(r * local, (r + 1) * local)) for r in range(size)]
+        out |= dict.fromkeys(own, placement)
+        plan.stacks[layer] = own
+        cuts = {n: cut_equally(s, 0, [count], size) for n, s in shapes.items()}
+        ranks = [{"rank": r, "experts": mine} for r, mine in enumerate(placement)]
+        entries.append(
+            {
+                **entry,
+                "num_local_experts": local,
+                "ep_size": size,
+                "expert_placement": {"version": 1, "num_experts": count, "ep_size": size, "ranks": ranks},
+                "affine_maps": {"version": 1, "params": {n: encode_cut(c) for n, c in cuts.items() if c is not None}},
+                "ep_group_name": f"ep_size_{size}",
+                "ep_rank": 0,
+                "expert_data_parallel_rank": 0,
+                "expert_data_parallel_world_size": world // size,
+                "global_expert_start": 0,
+                "global_expert_end": local,
+            }
+        )
+    plan.rest[AUTOEP] = entries
+    if isinstance(info, dict) and AUTOEP in info:
+        plan.rest[INFO] = {**info, AUTOEP: entries}
+    if isinstance(section := plan.ds_config.get("expert_parallel"), dict):
+        plan.ds_config = {**plan.ds_config, "expert_parallel": {**section, "autoep_size": size}}
+    return out
 
 
 def _refuse_unsupported_experts(plan: SavePlan, counts: dict[str, int], names: list[str]) -> None:
@@ -163,8 +251,11 @@ def to_local_groups(experts: Experts, groups: Groups, replicas: list[int]) -> Gr
         size = experts.ranks.world // replicas[g]
         found: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in range(size)]
         for name, shape in group.items():
-            rank, local = experts.local_name(name, size)
-            found[rank].append((local, shape))
+            for rank, mine in enumerate(experts.stacked.get(name, ())):
+                found[rank].append((name, (len(mine), *shape[1:])))
+            if name not in experts.stacked:
+                rank, local = experts.local_name(name, size)
+                found[rank].append((local, shape))
         if odd := next((r for r, own in enumerate(found) if own != found[0]), None):
             raise Unsupported(
                 f"param group {g} has other experts' parameters for expert parallel rank {odd} than for rank 0, or in "

@@ -142,9 +142,10 @@ class OptimizerFiles:
 
         Parameters of which the rank has no part are left out.
         """
-        return {
-            self.experts.local_name(n, self.world // self.replicas[g])[1]: dw.pickled_fragment(last - first, at)
-            for n in self.groups[g]
-            for r, first, last, at in self.flats[n].parts
-            if r == rank
-        }
+        out: dict[str, object] = {}
+        for n in self.groups[g]:
+            own = [(at, last - first) for r, first, last, at in self.flats[n].parts if r == rank]
+            if own:  # several of a stack of experts, one after the other
+                name = self.experts.local_name(n, self.world // self.replicas[g])[1]
+                out[name] = dw.pickled_fragment(sum(k for _, k in own), min(own)[0])
+        return out
