@@ -3,11 +3,12 @@ files), and what no layout of DeepSpeed's is written for."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from itertools import groupby
 
-from ckpttool.engine.flat.split_state import Training
+from ckpttool.engine.flat.split_state import ParamGroup, Training
 from ckpttool.errors import Unsupported, UsageError, argument
-from ckpttool.index.checkpoint import Checkpoint
+from ckpttool.index.checkpoint import Checkpoint, TensorEntry
 
 from .experts import AUTOEP, EXPERT_NAME, GROUP_NAME, ExpertRanks, Experts, Placements, parse_autoep_layers
 from .files import LAYER
@@ -15,7 +16,11 @@ from .geometry import Groups
 from .tensor_cuts import INFO, cut_equally, encode_cut
 from .write_common import SavePlan
 
-__all__ = ["plan_experts", "refuse_experts", "refuse_pipeline", "to_local_groups"]
+#: An engine divides a param group of experts that has more elements on a rank (deepspeed 0.19.8, moe/utils.py,
+#: split_params_into_different_moe_groups_for_optimizer).
+MOST_IN_GROUP = 178956971
+
+__all__ = ["MOST_IN_GROUP", "plan_experts", "refuse_experts", "refuse_pipeline", "to_local_groups"]
 
 
 def refuse_pipeline(ckpt: Checkpoint) -> None:
@@ -105,15 +110,18 @@ def plan_experts(plan: SavePlan, world: int, asked: int | None) -> tuple[Experts
     _refuse_unsupported_experts(plan, counts, [*names, *stacked])
     if counts:
         plan.rest["num_experts"] = list(counts.values())
+    of_experts = [g for g in state.groups if there & set(g.params)]
+    for _, run in groupby(of_experts, lambda g: g.options):
+        _refuse_other_groups(experts, list(run), asked or 0, plan.tensors)
     replicas = []
     for g, group in enumerate(state.groups):
-        of_experts = [n for n in group.params if n in there]
-        if not of_experts:
+        mine = [n for n in group.params if n in there]
+        if not mine:
             replicas.append(world)
             continue
-        if len(of_experts) != len(group.params):
+        if len(mine) != len(group.params):
             raise Unsupported(
-                f'param group {g} has "{of_experts[0]}", which is an expert\'s, and weights that are not. DeepSpeed '
+                f'param group {g} has "{mine[0]}", which is an expert\'s, and weights that are not. DeepSpeed '
                 "trains them in groups of their own (configure_moe_param_groups).",
                 code="CKPT0316",
             )
@@ -129,6 +137,47 @@ def plan_experts(plan: SavePlan, world: int, asked: int | None) -> tuple[Experts
     if new := sorted(str(n) for n in after - before):
         plan.about_groups = f"groups of experts have the name of their ranks, {', '.join(new)}"
     return experts, replicas
+
+
+def _refuse_other_groups(
+    experts: Experts, run: list[ParamGroup], size: int, tensors: Mapping[str, TensorEntry]
+) -> None:
+    """Refuse param groups of experts that an engine of another expert parallel size divides elsewhere.
+
+    Args:
+        experts: the experts of the job that will load them.
+        run: param groups one after the other with the same options, those of the source.
+        size: the expert parallel size of the job; 0: that of the source.
+        tensors: {name: weight}.
+
+    Raises:
+        Unsupported: the source has the groups that its engine made, and the job has others.
+    """
+    known = GROUP_NAME.fullmatch(str(run[0].options.get("name")))
+    before = int(known[1]) if known else 0
+    if not size or not before or any(n % before for n in experts.counts.values()):
+        return
+
+    def divide(groups: list[ParamGroup], size: int) -> list[int]:
+        """Return how many parameters of a rank are in each group that an engine makes of these."""
+        out, elements = [0], 0
+        for n in (n for g in groups for n in g.params if experts.local_name(n, size)[0] == 0):
+            mine = tensors[n].numel // (size if n in experts.stacked else 1)
+            if out[-1] and elements + mine > MOST_IN_GROUP:
+                out, elements = [*out, 0], 0
+            out[-1] += 1
+            elements += mine
+        return out
+
+    made, fits = (divide(run, n) == [sum(divide([g], n)) for g in run] for n in (before, size))
+    if made and not fits:
+        raise Unsupported(
+            f"with {argument('expert_parallel', size)} an engine divides the experts into other param groups than "
+            f"those of the source, since DeepSpeed begins another one at {MOST_IN_GROUP:,} elements on a rank. Give a "
+            f"save of the job that will load it, of any step, with {argument('like')}, and "
+            f"{argument('regroup', True)}.",
+            code="CKPT0316",
+        )
 
 
 def _refuse_unequal_parts(size: int, world: int, counts: Collection[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import lzma
 import re
@@ -11,15 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed.moe.utils as moe_utils
 import pytest
 import torch
+from ckpttool.converters.deepspeed import write_experts
 from commands import ckpttool_here
 from peers import FIXTURES, load_full
 from ranks import torchrun
 
 import ckpttool
 from ckpttool.errors import Corrupt, Unsupported, UsageError
-from fixtures.deepspeed_jobs import digest
+from fixtures.deepspeed_jobs import digest, read_truth
 
 SAVES = ["moe_z1_ep2_w2", "moe_z2_ep2_w4", "moe_z0_ep2_w2", "autoep_z2_ep2_w4", "pipeline_z1_pp2_w4"]
 
@@ -59,6 +62,8 @@ def test_a_save_has_the_weights_and_moments_of_the_live_ranks(name: str, saves: 
         ("moe_z1_ep2_w2", "zero1", 3, 1, ["ep_size_1"]),
         ("moe_z2_ep2_w4", "zero1", 8, 2, ["ep_size_2", "ep_size_2"]),
         ("moe_z0_ep2_w2", "zero2", 2, 1, ["ep_size_1", "ep_size_1"]),
+        ("autoep_z2_ep2_w4", "zero1", 8, 4, ["ep_size_4"]),
+        ("autoep_z2_ep2_w4", "zero2", 3, 1, ["ep_size_1"]),
     ],
 )
 def test_experts_are_written_for_any_number_of_expert_parallel_ranks(
@@ -71,7 +76,7 @@ def test_experts_are_written_for_any_number_of_expert_parallel_ranks(
     assert_like_the_ranks(out, truth_of(saves / name)["digests"])
     step = out / "global_step3"
     assert len(list(step.glob("layer_?_expert_?_mp_rank_00_model_states.pt"))) == 8
-    rank = "bf16_" * (name != "moe_z1_ep2_w2") + f"zero_pp_rank_{world - 1}_mp_rank_00_optim_states.pt"
+    rank = "bf16_" * (truth_of(saves / name)["args"]["dtype"] == "bfloat16") + f"zero_pp_rank_{world - 1}_mp_rank_00_optim_states.pt"
     state = torch.load(step / rank, weights_only=False)["optimizer_state_dict"]
     groups = state["base_optimizer_state"]["param_groups"]
     assert [g["name"] for g in groups if g.get("moe")] == names
@@ -81,21 +86,67 @@ def test_experts_are_written_for_any_number_of_expert_parallel_ranks(
     assert numbers <= set(range(4 // size))
 
 
-def test_experts_go_through_other_layouts_and_back(saves: Path, tmp_path: Path) -> None:
-    source = saves / "moe_z2_ep2_w4" / "ck"
+@pytest.mark.parametrize(("name", "counts"), [("moe_z2_ep2_w4", [4, 4, 2, 2]), ("autoep_z2_ep2_w4", [4, 2])])
+def test_experts_go_through_other_layouts_and_back(name: str, counts: list[int], saves: Path, tmp_path: Path) -> None:
+    source = saves / name / "ck"
     ckpttool.convert(source, tmp_path / "dcp", to="dcp", world_size=3)
     ckpttool.convert(tmp_path / "dcp", tmp_path / "back", to="zero2", world_size=4)
     with ckpttool.open(tmp_path / "back") as a, ckpttool.open(source) as b:
         assert a.checkpoint.values == b.checkpoint.values
-    assert_like_the_ranks(tmp_path / "back", truth_of(saves / "moe_z2_ep2_w4")["digests"])
+    assert_like_the_ranks(tmp_path / "back", truth_of(saves / name)["digests"])
     for rank in range(4):
-        file = f"global_step3/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        file = next(source.glob(f"global_step3/*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")).relative_to(source)
         a, b = (torch.load(p / file, weights_only=False)["optimizer_state_dict"] for p in (source, tmp_path / "back"))
         key = "single_partition_of_fp32_groups"
         assert all(map(torch.equal, a[key], b[key]))
-        assert a["partition_count"] == b["partition_count"] == [4, 4, 2, 2]
+        assert a["partition_count"] == b["partition_count"] == counts
         mine, theirs = ([{n: vars(x) for n, x in g.items()} for g in s["param_slice_mappings"]] for s in (a, b))
         assert mine == theirs
+    for file in source.glob("global_step3/layer_*_expert_*.pt"):
+        a, b = (torch.load(p / file.relative_to(source)) for p in (source, tmp_path / "back"))
+        assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_what_autoep_says_of_its_layers_is_of_the_ranks_that_load_it(saves: Path, tmp_path: Path) -> None:
+    """DeepSpeed itself makes of the placements what is written as affine_maps."""
+    from deepspeed.checkpoint.autoep_affine import autoep_metadata_to_affine_map
+    from deepspeed.checkpoint.autoep_zero3_metadata import validate_autoep_zero3_partitioned_metadata
+
+    own = ckpttool.ZeroOptions(expert_parallel=4)
+    ckpttool.convert(saves / "autoep_z2_ep2_w4" / "ck", tmp_path / "out", to="zero2", world_size=8, options=own)
+    model = torch.load(tmp_path / "out" / "global_step3" / MODEL, weights_only=False)
+    validate_autoep_zero3_partitioned_metadata(model["ds_autoep_layers"], require_partitioned=False)
+    assert model["universal_checkpoint_info"]["ds_autoep_layers"] == model["ds_autoep_layers"]
+    assert model["ds_config"]["expert_parallel"]["autoep_size"] == 4
+    for layer in model["ds_autoep_layers"]:
+        assert (layer["ep_size"], layer["num_local_experts"]) == (4, 1)
+        for name, stated in layer["affine_maps"]["params"].items():
+            autoep_metadata_to_affine_map(layer, stated["logical_shape"], name)  # it compares the two
+
+
+def test_param_groups_that_an_engine_would_divide_elsewhere_are_refused(
+    saves: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    divided = inspect.signature(moe_utils.split_params_into_different_moe_groups_for_optimizer).parameters
+    assert write_experts.MOST_IN_GROUP == divided["max_group_size"].default
+    monkeypatch.setattr(write_experts, "MOST_IN_GROUP", 150)  # six stacks, of 24 elements each on one of two ranks
+    source = saves / "autoep_z2_ep2_w4" / "ck"
+    for size in (2, 4):
+        own = ckpttool.ZeroOptions(expert_parallel=size)
+        ckpttool.convert(source, tmp_path / f"{size}", to="zero2", world_size=4, options=own)
+    with pytest.raises(Unsupported, match="other param groups than those of the source.*regroup"):
+        ckpttool.convert(
+            source, tmp_path / "1", to="zero2", world_size=4, options=ckpttool.ZeroOptions(expert_parallel=1)
+        )
+
+
+def test_stacks_without_a_list_of_their_layers_are_refused(saves: Path, tmp_path: Path) -> None:
+    ckpttool.convert(saves / "autoep_z2_ep2_w4" / "ck", tmp_path / "all.pt", to="full")
+    tree = load_full(tmp_path / "all.pt")
+    del tree["ds_autoep_layers"]
+    torch.save(tree, tmp_path / "less.pt")
+    with pytest.raises(Unsupported, match="convert the save of the AutoEP job itself"):
+        ckpttool.convert(tmp_path / "less.pt", tmp_path / "out", to="zero2", world_size=2)
 
 
 @pytest.mark.parametrize("name", SAVES)
@@ -113,7 +164,9 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], type[Exception], str]] = {
     "stage 3": ("moe_z1_ep2_w2", "zero3", {}, Unsupported, "Write zero1 or zero2"),
     "universal": ("moe_z1_ep2_w2", "universal", {}, Unsupported, "has no place for experts"),
     "three of four experts": ("moe_z1_ep2_w2", "zero1", {"expert_parallel": 3}, UsageError, "must divide both"),
-    "AutoEP": ("autoep_z2_ep2_w4", "zero2", {}, Unsupported, "does not write files of AutoEP"),
+    "AutoEP, stage 3": ("autoep_z2_ep2_w4", "zero3", {}, Unsupported, "Write zero1 or zero2"),
+    "AutoEP, universal": ("autoep_z2_ep2_w4", "universal", {}, Unsupported, "has no place for experts"),
+    "AutoEP, three of four": ("autoep_z2_ep2_w4", "zero1", {"expert_parallel": 3}, UsageError, "must divide both"),
     "a pipeline": ("pipeline_z1_pp2_w4", "zero1", {}, Unsupported, "asks for files of layers"),
     "a pipeline, universal": ("pipeline_z1_pp2_w4", "universal", {}, Unsupported, "asks for files of layers"),
 }
@@ -235,14 +288,14 @@ def test_inspect_says_what_a_pipeline_has_twice(saves: Path) -> None:
 
 
 @pytest.mark.live
-def test_deepspeed_resumes_at_another_number_of_expert_parallel_ranks(saves: Path, tmp_path: Path) -> None:
-    """The real engine is the judge."""
-    ckpttool.convert(
-        saves / "moe_z1_ep2_w2" / "ck", tmp_path / "ck", to="zero2", world_size=2,
-        options=ckpttool.ZeroOptions(expert_parallel=1),
-    )  # fmt: skip
-    args = {"stage": 2, "ep": 1, "load": str(tmp_path / "ck"), "out": str(tmp_path / "resumed")}
+@pytest.mark.parametrize("name", ["moe_z1_ep2_w2", "autoep_z2_ep2_w4"])
+def test_deepspeed_resumes_at_another_number_of_expert_parallel_ranks(name: str, saves: Path, tmp_path: Path) -> None:
+    """The real engine is the judge: what its ranks hold after loading, and the losses of the next three steps."""
+    own = ckpttool.ZeroOptions(expert_parallel=1)
+    ckpttool.convert(saves / name / "ck", tmp_path / "ck", to="zero2", world_size=2, options=own)
+    truth = truth_of(saves / name)
+    args = {"kind": truth["args"]["kind"], "stage": 2, "ep": 1, "load": str(tmp_path / "ck"), "out": str(tmp_path)}
     said = torchrun(2, str(FIXTURES / "deepspeed_jobs.py"), json.dumps(args))
-    assert (tmp_path / "resumed" / "result.json").exists(), said[-4000:]
-    losses = json.loads((tmp_path / "resumed" / "result.json").read_text())["losses"]
-    assert losses == pytest.approx(truth_of(saves / "moe_z1_ep2_w2")["losses"], abs=1e-6)
+    assert (tmp_path / "result.json").exists(), said[-4000:]
+    assert read_truth(tmp_path) == truth["digests"]
+    assert json.loads((tmp_path / "result.json").read_text())["losses"] == pytest.approx(truth["losses"], abs=1e-6)
