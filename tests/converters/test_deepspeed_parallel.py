@@ -140,6 +140,26 @@ def test_param_groups_that_an_engine_would_divide_elsewhere_are_refused(
         )
 
 
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    [("moe_z1_ep2_w2", "blocks.0.moe.deepspeed_moe.experts"), ("autoep_z2_ep2_w4", "model.layers.0.mlp.experts")],
+)
+def test_frozen_experts_are_written_at_stage_1(name: str, frozen: str, saves: Path, tmp_path: Path) -> None:
+    ckpttool.convert(saves / name / "ck", tmp_path / "all.pt", to="full")
+    tree = load_full(tmp_path / "all.pt")
+    for fqn in [n for n in tree["optim"]["state"] if n.startswith(frozen)]:
+        del tree["optim"]["state"][fqn]
+    for group in tree["optim"]["param_groups"]:
+        group["params"] = [n for n in group["params"] if not n.startswith(frozen)]
+    torch.save(tree, tmp_path / "less.pt")
+    own = ckpttool.ZeroOptions(expert_parallel=4)
+    ckpttool.convert(tmp_path / "less.pt", tmp_path / "out", to="zero1", world_size=4, options=own)
+    digests = {n: d for n, d in truth_of(saves / name)["digests"].items() if not n.startswith(f"optim.state.{frozen}")}
+    assert_like_the_ranks(tmp_path / "out", digests)
+    with pytest.raises(Unsupported, match="loads the frozen experts of rank 0 on every rank"):
+        ckpttool.convert(tmp_path / "less.pt", tmp_path / "2", to="zero2", world_size=4, options=own)
+
+
 def test_stacks_without_a_list_of_their_layers_are_refused(saves: Path, tmp_path: Path) -> None:
     ckpttool.convert(saves / "autoep_z2_ep2_w4" / "ck", tmp_path / "all.pt", to="full")
     tree = load_full(tmp_path / "all.pt")
