@@ -87,7 +87,7 @@ class ReferenceModel(NamedTuple):
 
     `shapes` {FQN: (shape, dtype)} of the model in its order; `tied` {FQN: the one before with the same bytes};
     `optimizer` FQNs in the order of its param groups, `groups` the same by group; None if it has none. `chunks` {FQN:
-    the boxes that it is stored in}; `tensor_parallel` is that of its `Checkpoint`.
+    the boxes that it is stored in}; `tensor_parallel` and `pipeline` are those of its `Checkpoint`.
     """
 
     shapes: dict[str, tuple[tuple[int, ...], str]]
@@ -96,6 +96,7 @@ class ReferenceModel(NamedTuple):
     groups: Groups | None = None
     chunks: Mapping[str, Chunks] = MappingProxyType({})
     tensor_parallel: Mapping[str, Any] | None = None
+    pipeline: Any = None
 
 
 @dataclass(frozen=True)

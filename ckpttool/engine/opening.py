@@ -921,6 +921,7 @@ def _describe_reference_model(ckpt: Checkpoint) -> layouts.ReferenceModel:
         list_names_by_group(ckpt),
         {n: t.chunks for n, t in model.items()},
         ckpt.tensor_parallel,
+        ckpt.pipeline,
     )
 
 

@@ -466,6 +466,8 @@ class Checkpoint:
     #: how tensor-parallel ranks of the source cut each parameter, in the words of its layout; None where they did not,
     #: or the tensors themselves show it
     tensor_parallel: dict[str, Any] | None = None
+    #: the layers and stages of a pipeline, as its layout keeps them; None where the source is not one
+    pipeline: Any = None
     #: {path below extra.args: data}: the arguments of the job, where they were left out of `values` with their
     #: component
     left_arguments: dict[Path, object] = field(default_factory=dict)

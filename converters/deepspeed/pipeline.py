@@ -8,7 +8,8 @@ A stage is a job of ZeRO-1 by itself: param_shapes of its model file has its par
 any number of stages: `<i>.<parameter>`, and `tied_modules.<key>.<parameter>` for a TiedLayerSpec. The file of a tied
 layer has its own number, and nothing says which key it has: it is the one whose parameters have the same names and
 shapes. A tied layer that has a forward_fn has no file. Every stage with a tied layer has masters and moments of it,
-which are equal, since gradients are summed over the stages; those of the first stage are read.
+which are equal, since gradients are summed over the stages; those of the first stage are read, and compared with the
+others before anything is converted.
 
 Sources: deepspeed 0.19.8, runtime/pipe/module.py (_build, ckpt_layer_path, save_state_dict), runtime/pipe/engine.py
 (module_state_dict), runtime/pipe/topology.py.
@@ -23,9 +24,10 @@ from ckpttool.formats.pickles import short
 from ckpttool.formats.stored_tensors import StoredTensor
 
 from .files import LAYER, MODEL, OPTIM, File, Save, find_save, param_shapes
+from .geometry import Groups
 from .module_state import SaveReader
 
-__all__ = ["Stage", "is_pipeline", "load_stages"]
+__all__ = ["Pipeline", "Stage", "is_pipeline", "load_stages"]
 
 
 class Stage(NamedTuple):
@@ -35,13 +37,26 @@ class Stage(NamedTuple):
     save: Save
 
 
+class Pipeline(NamedTuple):
+    """The layers and stages of a pipeline.
+
+    `layers` {name of the file of a layer: {key in it: name in the whole model}}; `stages` the parameters of each stage,
+    [{name: shape}] by param group; `buffers` the names of each stage's buffers.
+    """
+
+    layers: dict[str, dict[str, str]]
+    stages: list[Groups]
+    buffers: list[list[str]]
+
+
 def is_pipeline(save: Save) -> bool:
     """Return whether a save is that of a PipelineModule, which has one file of weights for each layer."""
     return any(map(LAYER.fullmatch, save.names))
 
 
-def load_stages(reading: SaveReader) -> list[Stage]:
-    """Load the model files of all stages and the files of all layers; return the stages in their order.
+def load_stages(reading: SaveReader) -> tuple[list[Stage], Pipeline]:
+    """Load the model files of all stages and the files of all layers; return (the stages in their order, the layers and
+    stages of the pipeline).
 
     `module` of each model file becomes the state dict of the whole model.
 
@@ -76,21 +91,26 @@ def load_stages(reading: SaveReader) -> list[Stage]:
             raise Unsupported(
                 f"{f.what}: {short(dimensions)}: layers that tensor parallel ranks have parts of.", code="CKPT0325"
             )
-    trained = {n: s for f in models for group in param_shapes(f) for n, s in group.items()}
-    buffers = list(dict.fromkeys(n for f in models for n in f.buffer_names()))
-    module = _load_layers(reading, trained, {str(n) for n in buffers})
+    pipeline = Pipeline({}, [param_shapes(f) for f in models], [f.buffer_names() for f in models])
+    trained = {n: s for groups in pipeline.stages for group in groups for n, s in group.items()}
+    buffers = list(dict.fromkeys(n for own in pipeline.buffers for n in own))
+    module = _load_layers(reading, trained, set(buffers), pipeline.layers)
     for f in models:
         f.tree |= {"module": module, "buffer_names": buffers}
         # the stages are put together here, and what is left is a job of one model parallel rank
         f.tree |= {"mp_world_size": 1, "checkpoint_parallel_dimensions": None}
-    return [
+    stages = [
         Stage(f, Save(save.folder, [n for n in save.names if (m := OPTIM.fullmatch(n)) and int(m[3]) == s]))
         for s, f in enumerate(models)
     ]
+    return stages, pipeline
 
 
 def _load_layers(
-    reading: SaveReader, trained: dict[str, tuple[int, ...]], buffers: set[str]
+    reading: SaveReader,
+    trained: dict[str, tuple[int, ...]],
+    buffers: set[str],
+    layers: dict[str, dict[str, str]],
 ) -> dict[str, StoredTensor | object]:
     """Load the files of all layers, and return {name: tensor, or extra state} of the whole model.
 
@@ -98,6 +118,7 @@ def _load_layers(
         reading: the reader of the save, which records the file of each entry.
         trained: {name: shape} of the parameters of all stages.
         buffers: the names of all buffers.
+        layers: gets {name of each file: {key in it: name in the whole model}}.
 
     Raises:
         Corrupt: a layer has two files, or a parameter of param_shapes is in no file and not tied.
@@ -123,6 +144,7 @@ def _load_layers(
                     code="CKPT0325",
                 )
             prefix = f"tied_modules.{like[0]}" if like else prefix
+        layers[names[0]] = {str(key): f"{prefix}.{key}" for key in f.tree}
         for key, t in f.tree.items():
             if f"{prefix}.{key}" in out:
                 continue  # a tied layer that another stage saved too

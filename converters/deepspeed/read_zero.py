@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.formats.pickles import short
 from ckpttool.formats.stored_tensors import StoredTensor
-from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Path, Salvage, TensorEntry, Value
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Path, Replica, Salvage, TensorEntry, Value, joined
 from ckpttool.index.records import Records
 from ckpttool.layouts import Place, ReadOptions
 
@@ -347,17 +347,22 @@ def _read_pipeline(reading: SaveReader) -> Checkpoint:
         Corrupt: files are missing, or contradict one another.
         Unsupported: it is without ZeRO, or its stages have different param groups.
     """
-    stages = load_stages(reading)
+    stages, pipeline = load_stages(reading)
     whole, members, first = reading.save, list[list[str]](), None
     known: list[Any] = []
     twice: list[str] = []
-    for model, save in stages:
+    replicas: list[Replica] = []
+    for number, (model, save) in enumerate(stages):
         reading.save = save
         before = dict(reading.masters), dict(reading.optim)
         _, own, optim = _add_stage12(
             reading, model, Experts(ExpertRanks(model.get("dp_world_size", int), False), {}, [], {})
         )
-        twice += [n for g in own for n in g if n in before[0]]
+        copies = [n for g in own for n in g if n in before[0]]
+        twice += copies
+        both = [(x, reading.masters[n]) for n, x in before[0].items() if n in copies]
+        both += [(x, reading.optim[p]) for p, x in before[1].items() if isinstance(x, TensorEntry) and p[2] in copies]
+        replicas += [Replica(joined(a.path), number, a, b) for a, b in both if isinstance(b, TensorEntry)]
         reading.masters.update(before[0])  # tied layers: those of the first stage
         reading.optim.update(before[1])
         groups = [{k: v for k, v in g.items() if k != "params"} for g in optim.groups or [{} for _ in own]]
@@ -380,7 +385,9 @@ def _read_pipeline(reading: SaveReader) -> Checkpoint:
         reading.notes.append(
             f"{len(twice)} weights of tied layers are on several stages, first {twice[0]}: those of the first are read"
         )
-    return reading.build_checkpoint("zero1", len(stages) * stages[0].model.get("dp_world_size", int))
+    out = reading.build_checkpoint("zero1", len(stages) * stages[0].model.get("dp_world_size", int))
+    out.replicas, out.pipeline = replicas, pipeline
+    return out
 
 
 def _add_stage12(reading: SaveReader, model: File, experts: Experts) -> tuple[int, list[list[str]], _Optim]:

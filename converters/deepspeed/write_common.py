@@ -322,7 +322,9 @@ class SavePlan:
             (joined(path), {joined(p): Value(p, x) for p, x in flatten_tree(tree, path).items()}, how)
             for path, tree in ((("extra", *keys), tree) for keys, tree in restated.items() if self.stacks)
         ]
+        names = {"extra.buffer_names": Value(("extra", "buffer_names"), list(self.state.buffers))}
         for head, after, how in (
+            ("extra.buffer_names", names, "in the order of the stages that have them"),
             ("extra.ds_config", config, f"for an engine of ZeRO stage {self.stage}"),
             ("optim.param_groups", list_group_values(self.state.groups), self.about_groups),
             *placed,
@@ -613,13 +615,7 @@ class ModelStateFiles:
             ]
             self.tensors[joined(t.path)] = build_entry_from_ranges(t.shape, t.dtype, t.path, cuts)
             self.sources[joined(t.path)] = state.tensors[n]
-        for number, tree in zip(numbers, trees, strict=True):
-            for name, (key, entry, origin) in tree.whole.items():
-                at = files.offset(number, key)
-                self.tensors[name] = replace(
-                    entry, chunks=Chunks.whole(entry.shape, number, at, entry.nbytes), coding="raw"
-                )
-                self.sources[name] = origin
+        self.record(files, numbers, trees)
         for n in state.frozen if self.stage == 3 else ():
             t = plan.tensors[n]
             part = -(-t.numel // self.world)
@@ -632,6 +628,22 @@ class ModelStateFiles:
             ]
             self.tensors[f"model.{n}"] = build_entry_from_ranges(t.shape, t.dtype, t.path, cuts)
             self.sources[f"model.{n}"] = state.tensors[n]
+
+    def record(self, files: TorchFiles, numbers: list[int], trees: list[FileTree]) -> None:
+        """Record where the whole tensors of files lie, and what fills them.
+
+        Args:
+            files: all files of the save.
+            numbers: the number in `files` of each file.
+            trees: the tensors of each file.
+        """
+        for number, tree in zip(numbers, trees, strict=True):
+            for name, (key, entry, origin) in tree.whole.items():
+                at = files.offset(number, key)
+                self.tensors[name] = replace(
+                    entry, chunks=Chunks.whole(entry.shape, number, at, entry.nbytes), coding="raw"
+                )
+                self.sources[name] = origin
 
     def draft(
         self,
@@ -664,7 +676,7 @@ class ModelStateFiles:
             changed=changed,
         )
 
-    def _add_module_tensor(self, tree: FileTree, name: str) -> TensorRef:
+    def add_module_tensor(self, tree: FileTree, name: str) -> TensorRef:
         """Add the tensor `name` of `module` to a file, and return the reference to pickle."""
         t = self._cast_module_tensor(name)
         return tree.add_tensor(joined(t.path), t, self.plan.state.tensors[name])
@@ -690,7 +702,7 @@ class ModelStateFiles:
         for k, experts in enumerate(layers.values()):
             for e, names in sorted(experts.items()):
                 tree = FileTree(0)
-                content: dict[str, object] = {n: self._add_module_tensor(tree, n) for n in names}
+                content: dict[str, object] = {n: self.add_module_tensor(tree, n) for n in names}
                 out.append((f"layer_{k}_expert_{e}_mp_rank_00_model_states.pt", tree, content))
         for k, stacks in self.plan.stacks.items():
             for e in range(self.plan.tensors[stacks[0]].shape[0]):
@@ -720,7 +732,7 @@ class ModelStateFiles:
             if stage == 3 and n not in state.buffers:
                 module[n] = tree.add_placeholder(plan.precision if n in trained else t.dtype)
             else:
-                module[n] = self._add_module_tensor(tree, n)
+                module[n] = self.add_module_tensor(tree, n)
         module.update({a: module[o] for a, o in state.tied.items()})
         frozen = {n: pickled_size(plan.tensors[n].shape) for n in state.frozen if n in module}
         fragments: Any = {n: module[n] for n in frozen}

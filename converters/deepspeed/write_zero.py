@@ -20,6 +20,7 @@ from .experts import ExpertRanks, Experts
 from .geometry import split_into_subgroups
 from .write_experts import plan_experts, refuse_experts, refuse_pipeline, to_local_groups
 from .write_optimizers import OptimizerFiles
+from .write_pipeline import find_pipeline, write_stages
 from .write_tensor_parallel import write_tensor_ranks
 
 __all__ = ["prepare", "write_stage"]
@@ -45,12 +46,16 @@ def write_stage(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: 
         UsageError: no world size was given and the source has none.
         Unsupported: DeepSpeed cannot hold the state.
     """
-    refuse_pipeline(ckpt)
+    pipeline = find_pipeline(ckpt, options, stage)
+    if pipeline is None:
+        refuse_pipeline(ckpt)
     world = options.ranks(ckpt)
     state = split_training_state(ckpt, source, options.like and options.like.optimizer)
     tensors = {n: replace(t, dtype=options.cast(f"model.{n}", t.dtype)) for n, t in state.tensors.items()}
     own = options.of(ZeroOptions)
     plan = dw.SavePlan(state, tensors, stage, options, own, ckpt)
+    if pipeline is not None:
+        return write_stages(plan, options, world, pipeline)
     if own.tensor_parallel not in (None, 1):
         return write_tensor_ranks(plan, options, world, own.tensor_parallel)
     if stage == 3:
