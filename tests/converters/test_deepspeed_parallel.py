@@ -24,7 +24,7 @@ import ckpttool
 from ckpttool.errors import Corrupt, Unsupported, UsageError
 from fixtures.deepspeed_jobs import digest, read_truth
 
-SAVES = ["moe_z1_ep2_w2", "moe_z2_ep2_w4", "moe_z0_ep2_w2", "autoep_z2_ep2_w4", "pipeline_z1_pp2_w4"]
+SAVES = ["moe_z1_ep2_w2", "moe_z2_ep2_w4", "moe_z0_ep2_w2", "autoep_z2_ep2_w4", "pipeline_z1_pp2_w4", "pipeline_twice_pp2_w2"]
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +180,133 @@ def test_every_save_is_one_torch_file(name: str, saves: Path, tmp_path: Path) ->
     assert {n: found[n] for n in digests} == digests
 
 
+TWICE = "pipeline_twice_pp2_w2"
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "like", "changed"),
+    [
+        ("pipeline_z1_pp2_w4", 2, None, []),
+        ("pipeline_z1_pp2_w4", 8, None, []),
+        (TWICE, 2, None, []),
+        (TWICE, 6, "pipeline_twice_pp3_w3", ["extra.buffer_names", "optim.param_groups.0.params"]),
+    ],
+)
+def test_a_pipeline_is_written_for_the_stages_of_its_job(
+    name: str, world: int, like: str | None, changed: list[str], saves: Path, tmp_path: Path
+) -> None:
+    """Every file has what the engine of the job has in its own; the layers are the same files for any number of stages."""
+    source, job = saves / name / "ck", saves / (like or name) / "ck"
+    report = ckpttool.convert(source, tmp_path / "out", to="zero1", world_size=world, like=like and job)
+    assert sorted(n for n in report.changed if not n.endswith("1.params")) == changed
+    assert_like_the_ranks(tmp_path / "out", truth_of(saves / name)["digests"])
+    step, theirs = tmp_path / "out" / "global_step3", next(job.glob("global_step*"))
+    stages = len(list(theirs.glob("mp_rank_*")))
+    models = {f.name for f in theirs.iterdir() if "optim" not in f.name}
+    assert {f.name for f in step.iterdir() if "optim" not in f.name} == models
+    assert len(list(step.glob("*zero_pp_rank_*_optim_states.pt"))) == world
+    for file in models:
+        a, b = (torch.load(folder / file, weights_only=False) for folder in (theirs, step))
+        if file.startswith("mp_rank"):
+            assert b["dp_world_size"] == world // stages
+            for key in ("dp_world_size", "global_steps", "global_samples"):
+                assert type(a.pop(key)) is type(b.pop(key)) is int
+            assert a == b
+        else:
+            saved = torch.load(source / "global_step3" / file)
+            assert a.keys() == b.keys() == saved.keys() and all(torch.equal(saved[n], b[n]) for n in b)
+    for file in sorted(source.glob("global_step3/*_optim_states.pt")) if name.endswith(f"w{world}") else ():
+        a, b = (torch.load(f / file.name, weights_only=False)["optimizer_state_dict"] for f in (file.parent, step))
+        key = "single_partition_of_fp32_groups"
+        assert all(map(torch.equal, a[key], b[key]))
+        assert a["base_optimizer_state"]["param_groups"] == b["base_optimizer_state"]["param_groups"]
+        for k, slots in a["base_optimizer_state"]["state"].items():
+            assert all(torch.equal(t, b["base_optimizer_state"]["state"][k][slot]) for slot, t in slots.items())
+
+
+def test_a_pipeline_goes_through_other_layouts_with_a_save_of_its_job(saves: Path, tmp_path: Path) -> None:
+    ckpttool.convert(saves / TWICE / "ck", tmp_path / "dcp", to="dcp", world_size=3)
+    like = saves / "pipeline_twice_pp3_w3" / "ck"
+    ckpttool.convert(tmp_path / "dcp", tmp_path / "back", to="zero1", world_size=3, like=like)
+    assert_like_the_ranks(tmp_path / "back", truth_of(saves / TWICE)["digests"])
+    ckpttool.convert(saves / TWICE / "ck", tmp_path / "direct", to="zero1", world_size=3, like=like)
+    for file in sorted((tmp_path / "direct").rglob("*.pt")):
+        assert file.read_bytes() == (tmp_path / "back" / file.relative_to(tmp_path / "direct")).read_bytes()
+
+
+OTHER_JOB: dict[str, tuple[str, str, str]] = {
+    "a job without a pipeline": (TWICE, "moe_z1_ep2_w2", "is a save of no pipeline"),
+    "a pipeline of other layers": (TWICE, "pipeline_z1_pp2_w4", 'no file of a layer has "tied_modules.twice.factor"'),
+    "another model": ("moe_z1_ep2_w2", TWICE, "a pipeline has no place for experts"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_JOB)
+def test_a_pipeline_is_not_written_for_a_job_of_other_layers(case: str, saves: Path, tmp_path: Path) -> None:
+    name, like, text = OTHER_JOB[case]
+    with pytest.raises(Unsupported, match=re.escape(text)):
+        ckpttool.convert(saves / name / "ck", tmp_path / "out", to="zero1", world_size=2, like=saves / like / "ck")
+
+
+def _other_shape(tree: dict[str, Any]) -> None:
+    tree["param_shapes"][0]["1.up.weight"] = torch.Size([4, 3])
+
+
+def _other_group(tree: dict[str, Any]) -> None:
+    tree["param_shapes"][1]["1.up.weight"] = tree["param_shapes"][0].pop("1.up.weight")
+
+
+def _less(tree: dict[str, Any]) -> None:
+    del tree["param_shapes"][0]["1.up.weight"]
+
+
+def _no_buffer(tree: dict[str, Any]) -> None:
+    tree["buffer_names"].remove("1.factor")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (_other_shape, '"1.up.weight" is [4, 3], and [3, 4] in the state'),
+        (_other_group, '"1.up.weight" is in param group 1 of stage 0, and not in that of the state'),
+        (_less, 'no stage trains "1.up.weight"'),
+        (_no_buffer, '"1.factor" is a buffer in one of them only'),
+        (lambda t: t["param_shapes"].append({"more.weight": torch.Size([1])}), "stage 0 has 3 param groups"),
+    ],
+)
+def test_stages_that_do_not_fit_the_state_are_refused(
+    change: Callable[[dict[str, Any]], None], text: str, saves: Path, tmp_path: Path
+) -> None:
+    """The stages are handed to the writer as a reader gave them, since a reader refuses such saves."""
+    from ckpttool.converters.deepspeed import write_pipeline
+
+    from ckpttool.engine import opening
+
+    found = opening.collect_model_hints(opening.OpenOptions(like=saves / TWICE / "ck")).like
+    assert found is not None
+    stages, buffers = ([[dict(g) for g in s] for s in found.pipeline.stages], [list(b) for b in found.pipeline.buffers])
+    change({"param_shapes": stages[0], "buffer_names": buffers[0]})
+    job = found.pipeline._replace(stages=stages, buffers=buffers)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Unsupported, match=re.escape(text)):
+        patch.setattr("ckpttool.converters.deepspeed.write_zero.find_pipeline", lambda *a: job)
+        ckpttool.convert(saves / TWICE / "ck", tmp_path / "out", to="zero1", world_size=2)
+
+
+@pytest.mark.parametrize("key", ["single_partition_of_fp32_groups", "exp_avg"])
+def test_copies_of_a_tied_layer_that_differ_between_stages_are_refused(key: str, saves: Path, tmp_path: Path) -> None:
+    shutil.copytree(saves / TWICE / "ck", tmp_path / "ck")
+
+    def change(tree: dict[str, Any]) -> None:
+        state = tree["optimizer_state_dict"]
+        flat = state[key][0] if key in state else state["base_optimizer_state"]["state"][0][key]
+        flat.data[0] += 1  # tied_modules.twice.up.weight
+
+    _edit("zero_pp_rank_0_mp_rank_01_optim_states.pt", change)(tmp_path / "ck" / "global_step3")
+    ckpttool.convert(saves / TWICE / "ck", tmp_path / "whole.pt", to="full")
+    with pytest.raises(Corrupt, match=r"tied_modules\.twice\.up\.weight"):
+        ckpttool.convert(tmp_path / "ck", tmp_path / "all.pt", to="full")
+
+
 REFUSED: dict[str, tuple[str, str, dict[str, Any], type[Exception], str]] = {
     "stage 3": ("moe_z1_ep2_w2", "zero3", {}, Unsupported, "Write zero1 or zero2"),
     "universal": ("moe_z1_ep2_w2", "universal", {}, Unsupported, "has no place for experts"),
@@ -187,8 +314,9 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], type[Exception], str]] = {
     "AutoEP, stage 3": ("autoep_z2_ep2_w4", "zero3", {}, Unsupported, "Write zero1 or zero2"),
     "AutoEP, universal": ("autoep_z2_ep2_w4", "universal", {}, Unsupported, "has no place for experts"),
     "AutoEP, three of four": ("autoep_z2_ep2_w4", "zero1", {"expert_parallel": 3}, UsageError, "must divide both"),
-    "a pipeline": ("pipeline_z1_pp2_w4", "zero1", {}, Unsupported, "asks for files of layers"),
+    "a pipeline, stage 2": ("pipeline_z1_pp2_w4", "zero2", {}, Unsupported, "no engine would load one at stage 2. Write zero1"),
     "a pipeline, universal": ("pipeline_z1_pp2_w4", "universal", {}, Unsupported, "asks for files of layers"),
+    "two stages on three ranks": ("pipeline_z1_pp2_w4", "zero1", {}, UsageError, "cannot share 2 stages"),
 }
 
 
@@ -319,3 +447,22 @@ def test_deepspeed_resumes_at_another_number_of_expert_parallel_ranks(name: str,
     assert (tmp_path / "result.json").exists(), said[-4000:]
     assert read_truth(tmp_path) == truth["digests"]
     assert json.loads((tmp_path / "result.json").read_text())["losses"] == pytest.approx(truth["losses"], abs=1e-6)
+
+
+@pytest.mark.live
+@pytest.mark.parametrize(
+    ("name", "world", "like", "off"),
+    [(TWICE, 3, "pipeline_twice_pp3_w3", 1e-6), ("pipeline_z1_pp2_w4", 2, None, 2e-3)],  # bf16 sums of fewer ranks
+)
+def test_deepspeed_resumes_a_pipeline_at_other_stages_and_ranks(
+    name: str, world: int, like: str | None, off: float, saves: Path, tmp_path: Path
+) -> None:
+    job = like and saves / like / "ck"
+    ckpttool.convert(saves / name / "ck", tmp_path / "ck", to="zero1", world_size=world, like=job)
+    truth = truth_of(saves / name)
+    stages = 3 if like else 2
+    args = {**truth["args"], "stages": stages, "load": str(tmp_path / "ck"), "out": str(tmp_path)}
+    said = torchrun(world, str(FIXTURES / "deepspeed_jobs.py"), json.dumps(args))
+    assert (tmp_path / "result.json").exists(), said[-4000:]
+    assert read_truth(tmp_path) == truth["digests"]
+    assert json.loads((tmp_path / "result.json").read_text())["losses"] == pytest.approx(truth["losses"], abs=off)
