@@ -114,7 +114,9 @@ class ZeroOptions:
     precision: str | None = option(None, "Precision of the job that will load it: bf16, fp16 or fp32.")
     write_tag: str | None = option(None, "Name of the save to write, instead of global_step<N>.")
     expert_parallel: int | None = option(
-        None, "zero1, zero2: ep_size of the MoE layers in the job that will load it; that of the source, or 1."
+        None,
+        "zero1, zero2: ep_size of the MoE layers, or autoep_size, in the job that will load it; that of the source, or "
+        "1.",
     )
 
     tensor_parallel: int | None = option(

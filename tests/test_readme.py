@@ -302,7 +302,13 @@ def test_every_command_of_a_trainer_s_page_runs(page: str, desk: Path, monkeypat
     (desk / "unpacked" / "tp2_dp2_z1_bf16" / "ckpt").rename(desk / "autotp")
     with tarfile.open(FIXTURES / "deepspeed" / "parallel.tar.xz") as archive:
         archive.extractall(desk / "unpacked", filter="data")
-    (desk / "unpacked" / "moe_z2_ep2_w4" / "ck").rename(desk / "moe-on-4")
+    with tarfile.open(FIXTURES / "deepspeed" / "pipelines.tar.xz") as archive:
+        archive.extractall(desk / "unpacked", filter="data")
+    for name, folder in {
+        "moe-on-4": "moe_z2_ep2_w4", "autoep-on-4": "autoep_z2_ep2_w4", "pipeline": "pipeline_twice_pp2_w2",
+        "saved-by-3-stages": "pipeline_twice_pp3_w3",
+    }.items():  # fmt: skip
+        (desk / "unpacked" / folder / "ck").rename(desk / name)
     ckpttool.convert(jobs / "jobs/accelerate", desk / "checkpoint-7", to="llamafactory", world_size=2)
     if page.endswith("torchtune.md"):
         tune = FIXTURES / "maps" / "tune-llama3"

@@ -32,7 +32,7 @@ def refuse_pipeline(ckpt: Checkpoint) -> None:
     if any(LAYER.fullmatch(n.rpartition("/")[2]) for n in ckpt.files):
         raise Unsupported(
             "the source is a pipeline of DeepSpeed, whose engine would not load a save of one model: it asks for files "
-            "of layers, and for the optimizer of the layers that the job gives each stage. ckpttool does not write "
+            "of layers, and for the optimizer of the layers that the job gives each stage. Write zero1, which has "
             "these; dcp, full and hf keep the state under the names of the layers.",
             code="CKPT0316",
         )

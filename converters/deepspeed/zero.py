@@ -140,9 +140,12 @@ _ROWS_2 = {
             "**zero2**, **zero1**",
             (
                 "stages 2, 1 and 0: padding, round-robin gradients, `elastic_checkpoint`, `BF16_Optimizer`, AutoTP, "
-                "experts of MoE layers; AutoEP; pipelines at stage 1"
+                "experts of MoE layers, AutoEP; pipelines at stage 1"
             ),
-            "the same for stages 2 and 1, MoE layers at any expert parallel size, AutoTP",
+            (
+                "the same for stages 2 and 1, MoE layers and AutoEP at any expert parallel size, AutoTP; pipelines at "
+                "stage 1"
+            ),
         ),
     ),
 }

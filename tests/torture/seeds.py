@@ -361,6 +361,7 @@ SEEDS: dict[str, Seed] = {
         f"deepspeed-{name}": Seed("seed", packed_fixture("deepspeed/parallel.tar.xz", f"{name}/ck"), weight=0.8)
         for name in ("moe_z0_ep2_w2", "moe_z1_ep2_w2", "moe_z2_ep2_w4", "autoep_z2_ep2_w4", "pipeline_z1_pp2_w4")
     },
+    "deepspeed-pipeline_twice": Seed("seed", packed_fixture("deepspeed/pipelines.tar.xz", "pipeline_twice_pp2_w2/ck"), weight=0.4),
     "zero1-ours": Seed("zero12", ours("zero1", tree=trainable, world_size=3), weight=1),
     "remainders": Seed("torch", torch_file(test_transformer_engine.state), "x.pt"),
     "llamafactory": Seed("llamafactory", built(test_llamafactory.folder)),
