@@ -317,14 +317,15 @@ class SavePlan:
         changed: dict[str, str] = {}
         out = dict(self.ckpt.values)
         info, how = self.rest.get(INFO), "for the expert parallel ranks of the job that loads it"
-        restated = {(AUTOEP,): self.rest.get(AUTOEP), (INFO, AUTOEP): info[AUTOEP] if info and AUTOEP in info else None}
+        copied = info.get(AUTOEP) if isinstance(info, dict) else None
+        restated = {(AUTOEP,): self.rest.get(AUTOEP), (INFO, AUTOEP): copied}
         placed = [
             (joined(path), {joined(p): Value(p, x) for p, x in flatten_tree(tree, path).items()}, how)
             for path, tree in ((("extra", *keys), tree) for keys, tree in restated.items() if self.stacks)
         ]
         names = {"extra.buffer_names": Value(("extra", "buffer_names"), list(self.state.buffers))}
         for head, after, how in (
-            ("extra.buffer_names", names, "in the order of the stages that have them"),
+            ("extra.buffer_names", names, "in the order in which the files list them"),
             ("extra.ds_config", config, f"for an engine of ZeRO stage {self.stage}"),
             ("optim.param_groups", list_group_values(self.state.groups), self.about_groups),
             *placed,

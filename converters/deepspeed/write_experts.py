@@ -208,7 +208,7 @@ def _plan_stacks(plan: SavePlan, world: int, asked: int | None) -> Placements:
         UsageError: the size does not divide the ranks or the experts.
     """
     stated, counts = plan.rest.get(AUTOEP), plan.rest.get("num_experts")
-    if not isinstance(stated, list) or not isinstance(counts, list):
+    if not isinstance(stated, list) or not isinstance(counts, list) or not all(type(n) is int for n in counts):
         return {}
     layers = parse_autoep_layers(plan.ckpt.root, stated, counts)
     size = asked or max((len(placement) for _, placement in layers.values()), default=1)
