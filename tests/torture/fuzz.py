@@ -49,6 +49,7 @@ TARGETS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "hf-training": ("", "hf_model", {"to": "hf", "options": ckpttool.HfOptions(include_optimizer=True)}),
     "zero3": ("", "zero3", {"to": "zero3", "world_size": 2}),
     "zero2": ("", "zero12", {"to": "zero2", "world_size": 3}),
+    "zero1": ("", "seed", {"to": "zero1", "world_size": 4}),  # experts and stages on two ranks each
     "universal": ("", "universal", {"to": "universal"}),
     "fsdp1": ("", "seed", {"to": "fsdp1", "world_size": 2, "wrap": ["fc"]}),
     "audit": (".tar.zst", "seed", {"to": "audit"}),
