@@ -78,7 +78,7 @@ class NamePattern:
                 return None
         return found
 
-    def named(self, values: Mapping[str, object]) -> str:
+    def named(self, values: Mapping[str, Any]) -> str:
         """Return the name with its variables replaced by `values`, a dict as `match` returns it."""
         return _VARIABLE.sub(lambda m: str(values[m[2]] + _read_offset(m) if m[3] else values[m[2]]), self.name)
 

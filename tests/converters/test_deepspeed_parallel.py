@@ -24,7 +24,14 @@ import ckpttool
 from ckpttool.errors import Corrupt, Unsupported, UsageError
 from fixtures.deepspeed_jobs import digest, read_truth
 
-SAVES = ["moe_z1_ep2_w2", "moe_z2_ep2_w4", "moe_z0_ep2_w2", "autoep_z2_ep2_w4", "pipeline_z1_pp2_w4", "pipeline_twice_pp2_w2"]
+SAVES = [
+    "moe_z1_ep2_w2",
+    "moe_z2_ep2_w4",
+    "moe_z0_ep2_w2",
+    "autoep_z2_ep2_w4",
+    "pipeline_z1_pp2_w4",
+    "pipeline_twice_pp2_w2",
+]
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +83,10 @@ def test_experts_are_written_for_any_number_of_expert_parallel_ranks(
     assert_like_the_ranks(out, truth_of(saves / name)["digests"])
     step = out / "global_step3"
     assert len(list(step.glob("layer_?_expert_?_mp_rank_00_model_states.pt"))) == 8
-    rank = "bf16_" * (truth_of(saves / name)["args"]["dtype"] == "bfloat16") + f"zero_pp_rank_{world - 1}_mp_rank_00_optim_states.pt"
+    rank = (
+        "bf16_" * (truth_of(saves / name)["args"]["dtype"] == "bfloat16")
+        + f"zero_pp_rank_{world - 1}_mp_rank_00_optim_states.pt"
+    )
     state = torch.load(step / rank, weights_only=False)["optimizer_state_dict"]
     groups = state["base_optimizer_state"]["param_groups"]
     assert [g["name"] for g in groups if g.get("moe")] == names
@@ -328,7 +338,13 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], type[Exception], str]] = {
     "AutoEP, stage 3": ("autoep_z2_ep2_w4", "zero3", {}, Unsupported, "Write zero1 or zero2"),
     "AutoEP, universal": ("autoep_z2_ep2_w4", "universal", {}, Unsupported, "has no place for experts"),
     "AutoEP, three of four": ("autoep_z2_ep2_w4", "zero1", {"expert_parallel": 3}, UsageError, "must divide both"),
-    "a pipeline, stage 2": ("pipeline_z1_pp2_w4", "zero2", {}, Unsupported, "no engine would load one at stage 2. Write zero1"),
+    "a pipeline, stage 2": (
+        "pipeline_z1_pp2_w4",
+        "zero2",
+        {},
+        Unsupported,
+        "no engine would load one at stage 2. Write zero1",
+    ),
     "a pipeline, universal": ("pipeline_z1_pp2_w4", "universal", {}, Unsupported, "asks for files of layers"),
     "two stages on three ranks": ("pipeline_z1_pp2_w4", "zero1", {}, UsageError, "cannot share 2 stages"),
 }
