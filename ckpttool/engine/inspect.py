@@ -27,6 +27,7 @@ from ..index.composites import MARK, describe_composites, describe_unwrapped, fi
 from ..index.fqns import mask_name_numbers
 from ..index.names import step_count
 from ..index.optimizers import describe_lost_slots, find_lost_slots, find_optimizers
+from ..index.param_groups import describe_ungrouped_state, find_ungrouped_state
 from ..index.selection import NOT_RESUMED, EntrySelection
 from ..index.weight_sets import describe_weight_sets
 from ..options import SearchPart, SizeRequest, list_keywords
@@ -446,10 +447,12 @@ def _list_missing(ckpt: Checkpoint) -> list[str]:
     bare = sorted(n for n in listed - every if isinstance(n, str))
     if every and bare:
         out.append(f"{len(bare)} parameters of the optimizer have no state, first {bare[0]}")
+    if ungrouped := find_ungrouped_state(ckpt):
+        out.append(describe_ungrouped_state(ungrouped))
     outside = [
         t.parameter
         for t in ckpt.tensors.values()
-        if t.component == "model" and len(t.path) == 2 and t.parameter not in listed
+        if t.component == "model" and len(t.path) == 2 and t.parameter not in listed.union(ungrouped)
     ]
     if listed and outside:
         out.append(

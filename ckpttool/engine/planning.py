@@ -36,7 +36,12 @@ from ..index.draft import Draft, Dropped
 from ..index.fqns import remove_wrappers
 from ..index.names import CANONICAL_KEYS_NOTE, KEEPS_NUMBERS, refuse_surrogates, with_component_keys
 from ..index.optimizers import describe_lost_slots, find_lost_slots
-from ..index.param_groups import list_names_by_group, regroup_optimizer
+from ..index.param_groups import (
+    describe_ungrouped_state,
+    find_ungrouped_state,
+    list_names_by_group,
+    regroup_optimizer,
+)
 from ..index.paths import is_optimizer_state
 from ..index.schedulers import complete_scheduler_state, describe_deepspeed_scheduler
 from ..index.vocabulary import find_vocabulary_weights
@@ -692,6 +697,8 @@ def _check_optimizer(ckpt: Checkpoint, target: layouts.Layout, drop: bool) -> No
         )
     if lost_slots := find_lost_slots(ckpt):
         ckpt.notes.append(describe_lost_slots(ckpt, lost_slots))
+    if ungrouped := find_ungrouped_state(ckpt):
+        ckpt.notes.append(describe_ungrouped_state(ungrouped))
 
 
 def _refuse_malformed_optimizer(ckpt: Checkpoint) -> None:

@@ -2,6 +2,7 @@
 other.
 
     list_names_by_group(ckpt)               the FQNs in each group
+    find_ungrouped_state(ckpt)              parameters with state that no group lists
     describe_group_differences(here, there) sentences: parameters that are too many, too few, in another group or order
     regroup_optimizer(ckpt, groups)         the same state in other groups: split, merged, reordered
 
@@ -16,12 +17,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..errors import argument
 from ..printable import count_noun, list_first
 from .checkpoint import Checkpoint, Path, TensorEntry, Value, joined
+from .trainer_trees import fuses_parameters
 
 __all__ = [
     "Groups",
     "describe_group_differences",
+    "describe_ungrouped_state",
+    "find_ungrouped_state",
     "list_names_by_group",
     "list_numbered_parameters",
     "regroup_optimizer",
@@ -55,6 +60,28 @@ def list_names_by_group(ckpt: Checkpoint) -> Groups | None:
     if not lists or lists.keys() != set(range(len(lists))):
         return None
     return tuple(tuple(lists[i]) for i in range(len(lists)))
+
+
+def find_ungrouped_state(ckpt: Checkpoint) -> list[str]:
+    """List the FQNs of parameters that have optimizer state although no param group lists them, sorted; [] where the
+    groups do not list names."""
+    groups = list_names_by_group(ckpt)
+    if groups is None or fuses_parameters(ckpt.trainer):
+        return []
+    with_state = {t.parameter for t in ckpt.tensors.values() if t.slot is not None}
+    return sorted(with_state.difference(*groups))
+
+
+def describe_ungrouped_state(names: Sequence[str]) -> str:
+    """Return a text that says what happened to the param groups and what to do; `names` are those of
+    `find_ungrouped_state`, not empty."""
+    return (
+        f"the optimizer has state of {count_noun(len(names), 'parameter')} that no param group lists, first "
+        f'"{names[0]}". torch gives a group of the job no options if none of its parameters is listed, and stops at the '
+        "next step (KeyError: 'betas'). Of a job with pipeline stages, DCP keeps the groups of one stage, unless it saves "
+        "with flatten_optimizer_state_dict=True. If another checkpoint lists all parameters, "
+        f"{argument('like')} with {argument('regroup', True)} takes its groups"
+    )
 
 
 def describe_group_differences(here: Groups, there: Groups) -> list[str]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from commands import ckpttool_here
 from test_mixups import set_steps
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import ckpttool
 from ckpttool.engine.doctor.examine import Diagnosis, doctor
@@ -128,6 +129,37 @@ def test_weights_and_optimizer_of_two_runs(tmp_path: Path) -> None:
     torch.save({"model": {"x": torch.zeros(3)}, "optimizer": optimizer.state_dict()}, tmp_path / "mixed.pt")
     found = doctor(tmp_path / "mixed.pt")
     assert [f.kind for f in found.findings] == ["orphaned-state"]
+
+
+def test_state_that_no_group_lists(tmp_path: Path) -> None:
+    """What DCP keeps of two pipeline stages: the state of both, and the groups of one, with which no job trains."""
+    model, optimizer, _ = saved(tmp_path / "a.pt", "two")
+    whole = get_optimizer_state_dict(model, optimizer)
+    cut = {**whole, "param_groups": whole["param_groups"][:1]}
+    gone = sorted(set(cut["state"]) - set(cut["param_groups"][0]["params"]))
+    fresh = net()
+    job = torch.optim.AdamW(groups(fresh, "two"))
+    with pytest.raises(KeyError, match="betas"):
+        set_optimizer_state_dict(fresh, job, cut)
+        job.step()
+    torch.save({"model": model.state_dict(), "optim": cut}, tmp_path / "stage.pt")
+    torch.save({"model": model.state_dict(), "optim": whole}, tmp_path / "whole.pt")
+    (found,) = doctor(tmp_path / "stage.pt").findings
+    assert found.kind == "ungrouped-state" and sorted(found.tensors) == gone
+    assert not doctor(tmp_path / "whole.pt").findings
+    said = f'state of {len(gone)} parameters that no param group lists, first "{gone[0]}"'
+    assert any(said in line for line in ckpttool.inspect(tmp_path / "stage.pt").missing)
+    assert any(
+        said in note for note in ckpttool.convert(tmp_path / "stage.pt", tmp_path / "dcp", to="dcp", world_size=1).notes
+    )
+
+    how = {"to": "full", "like": tmp_path / "whole.pt", "regroup": True}
+    done = ckpttool.convert(tmp_path / "stage.pt", tmp_path / "again.pt", **how)
+    assert not any("no param group" in note for note in done.notes)
+    job = torch.optim.AdamW(groups(fresh, "two"))
+    set_optimizer_state_dict(fresh, job, torch.load(tmp_path / "again.pt", weights_only=True)["optim"])
+    assert state_of(fresh, job).keys() == whole["state"].keys()
+    assert all(torch.equal(t, whole["state"][n]["exp_avg"]) for n, t in state_of(fresh, job).items())
 
 
 # ------------------------------------------------------------------------------------------------------------ steps

@@ -14,7 +14,12 @@ from ...formats.stored_tensors import decode_number
 from ...index.checkpoint import Checkpoint, find_orphaned_optimizer_state, joined
 from ...index.names import step_count
 from ...index.optimizers import describe_lost_slots, find_lost_slots
-from ...index.param_groups import describe_group_differences, list_names_by_group
+from ...index.param_groups import (
+    describe_group_differences,
+    describe_ungrouped_state,
+    find_ungrouped_state,
+    list_names_by_group,
+)
 from .. import mixups
 from ..copy.stream import read_small_tensors
 from ..opening import OpenOptions, open_checkpoint
@@ -29,6 +34,12 @@ OWN_COPIES = define_kind("own-copies", 171, "buffers of which each rank has its 
 MIXED_STEPS = define_kind("mixed-steps", 180, "files are of different steps", "what-is-recognised")
 ORPHANED_STATE = define_kind(
     "orphaned-state", 190, "optimizer state of parameters that the model lacks", "what-is-whole-and-yet-does-not-load"
+)
+UNGROUPED_STATE = define_kind(
+    "ungrouped-state",
+    195,
+    "optimizer state of parameters that no param group lists",
+    "what-is-whole-and-yet-does-not-load",
 )
 LEFTOVER = define_kind("leftover", 200, "files of an earlier save", "what-is-whole-and-yet-does-not-load")
 PARAM_GROUPS = define_kind(
@@ -53,6 +64,13 @@ def find_orphaned_state(at: Examined) -> list[Finding]:
         "two of one training run?"
     )
     return [Finding(ORPHANED_STATE, NOTE, None, tuple(odd), text)]
+
+
+@check(UNGROUPED_STATE, needs_whole=True)
+def find_state_without_group(at: Examined) -> list[Finding]:
+    """Find optimizer state of parameters that no param group lists."""
+    names = find_ungrouped_state(at.ckpt)
+    return [Finding(UNGROUPED_STATE, NOTE, None, tuple(names), describe_ungrouped_state(names))] if names else []
 
 
 @check(PARAM_GROUPS)
