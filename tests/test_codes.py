@@ -195,6 +195,7 @@ def test_explain_finds_codes_by_number_exit_code_class_and_words(words: str, fir
         ("9999", "CKPT9900"),
         ("Corupt", "Corrupt"),
         ("xyzzy", "`ckpttool explain` lists all codes"),
+        ("\t", "`ckpttool explain` lists all codes"),
     ],
 )
 def test_explain_suggests_what_is_like_a_code_that_there_is_not(words: str, hint: str) -> None:

@@ -39,7 +39,7 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Explain the code of an error: what it means, why it stops ckpttool, and what to do."""
-    rows = _find_entries(" ".join(words or ()).strip())
+    rows = _find_entries(None if words is None else " ".join(words).strip())
     if as_json:
         print_json(rows)
         return
@@ -52,17 +52,19 @@ def explain(
         say(f"{row['code']}  {row['title']}")
 
 
-def _find_entries(asked: str) -> list[dict[str, object]]:
-    """Return the entries of the catalogue of errors that a text asks for.
+def _find_entries(asked: str | None) -> list[dict[str, object]]:
+    """Return the entries of the catalogue of errors that a text asks for; None: all entries.
 
     A code gives its entry. A general code, an exit code or the name of an error class gives the general entry, then
-    those of the same exit code. Other words give the entries that have all of them; "" gives all entries.
+    those of the same exit code. Other words give the entries that have all of them.
 
     Raises:
         UsageError: there is no such entry.
     """
     known = load_codes()
     rows = [{"code": code, "exit_code": int(code[4:6]) if code < "CKPT99" else 130, **e} for code, e in known.items()]
+    if asked is None:
+        return rows
     number = re.fullmatch(r"(?:ckpt)?[-_ ]?(\d+)", asked, re.IGNORECASE)
     kind = {n.lower(): getattr(errors, n) for n in errors.__all__}.get(asked.lower())
     if number and int(number[1]) in dict(EXIT_CODES) and len(number[1]) < 4:
@@ -72,7 +74,7 @@ def _find_entries(asked: str) -> list[dict[str, object]]:
     else:
         code = getattr(kind, "code", "")
     found = [row for row in rows if code and str(row["code"]).startswith(code.removesuffix("00"))]
-    if not code:
+    if not code and asked:
         texts = [(row, " ".join(map(str, row.values())).lower()) for row in rows]
         found = [row for row, text in texts if all(word in text for word in asked.lower().split())]
         found.sort(key=lambda row: not all(word in str(row["title"]).lower() for word in asked.lower().split()))

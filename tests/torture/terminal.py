@@ -111,13 +111,14 @@ def commands(folder: Path, r: random.Random) -> list[list[Any]]:
     return [words for words in lines if not any("\0" in str(w) for w in words)]  # which no shell can pass
 
 
-def faults_of(printed: str, terminal: bool = False) -> list[str]:
-    """Characters that do not print, and lines that a name has made."""
+def faults_of(printed: str, terminal: bool = False, quotes: bool = False) -> list[str]:
+    """Characters that do not print, lines that a name has made, and faults of ours; with `quotes`, the text may quote
+    messages of faults, as `explain` does."""
     text = _OF_RICH.sub("", printed) if terminal else printed
     out = [
         f"{c!a} in {text[max(0, i - 40) : i + 20]!a}" for i, c in enumerate(text) if not c.isprintable() and c != "\n"
     ]
-    if "Traceback" in text or "bug of ckpttool" in text:
+    if "Traceback" in text or ("bug of ckpttool" in text and not quotes):
         out.append(f"a fault of ours: {text[-600:]!a}")
     if terminal:  # its lines are as wide as it is, and a word of a name may begin one
         return out[:5]
@@ -163,7 +164,7 @@ def _json_faults(words: Sequence[Any], printed: str, names: Sequence[str]) -> It
 def wrong(words: Sequence[Any], names: Sequence[str]) -> list[str]:
     """What a command prints on a pipe that it should not."""
     done = ckpttool_here(*words)
-    found = faults_of(done.stdout + "\n" + done.stderr)
+    found = faults_of(done.stdout, quotes=words[0] == "explain") + faults_of(done.stderr)
     return [*found, *(_json_faults(words, done.stdout, names) if "--json" in words else ())]
 
 
@@ -174,7 +175,8 @@ def case(number: int, work: Path, most: int = 6) -> dict[str, Any]:
     lines = r.sample(commands(work, r), most)
     why = ""
     for k, words in enumerate(lines):
-        found = faults_of(on_terminal(words), terminal=True) if k == 0 else wrong(words, names)
+        quotes = words[0] == "explain"
+        found = faults_of(on_terminal(words), terminal=True, quotes=quotes) if k == 0 else wrong(words, names)
         if found:
             why = f"{' '.join(map(str, words))!a}: {found}"
             break
