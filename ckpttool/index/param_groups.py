@@ -77,9 +77,9 @@ def describe_ungrouped_state(names: Sequence[str]) -> str:
     `find_ungrouped_state`, not empty."""
     return (
         f"the optimizer has state of {count_noun(len(names), 'parameter')} that no param group lists, first "
-        f'"{names[0]}". torch gives a group of the job no options if none of its parameters is listed, and stops at the '
-        "next step (KeyError: 'betas'). Of a job with pipeline stages, DCP keeps the groups of one stage, unless it saves "
-        "with flatten_optimizer_state_dict=True. If another checkpoint lists all parameters, "
+        f'"{names[0]}". torch gives a group of the job no options if none of its parameters is listed, and stops at '
+        "the next step (KeyError: 'betas'). Of a job with pipeline stages, DCP keeps the groups of one stage unless it "
+        "saves with flatten_optimizer_state_dict=True. If another checkpoint lists all parameters, "
         f"{argument('like')} with {argument('regroup', True)} takes its groups"
     )
 

@@ -138,13 +138,13 @@ def test_param_groups_that_an_engine_would_divide_elsewhere_are_refused(
     saves: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     divided = inspect.signature(moe_utils.split_params_into_different_moe_groups_for_optimizer).parameters
-    assert write_experts.MOST_IN_GROUP == divided["max_group_size"].default
+    assert divided["max_group_size"].default == write_experts.MOST_IN_GROUP
     monkeypatch.setattr(write_experts, "MOST_IN_GROUP", 150)  # six stacks, of 24 elements each on one of two ranks
     source = saves / "autoep_z2_ep2_w4" / "ck"
     for size in (2, 4):
         own = ckpttool.ZeroOptions(expert_parallel=size)
         ckpttool.convert(source, tmp_path / f"{size}", to="zero2", world_size=4, options=own)
-    with pytest.raises(Unsupported, match="other param groups than those of the source.*regroup"):
+    with pytest.raises(Unsupported, match=r"other param groups than those of the source.*regroup"):
         ckpttool.convert(
             source, tmp_path / "1", to="zero2", world_size=4, options=ckpttool.ZeroOptions(expert_parallel=1)
         )
@@ -302,7 +302,6 @@ def test_stages_that_do_not_fit_the_state_are_refused(
     change: Callable[[dict[str, Any]], None], text: str, saves: Path, tmp_path: Path
 ) -> None:
     """The stages are handed to the writer as a reader gave them, since a reader refuses such saves."""
-    from ckpttool.converters.deepspeed import write_pipeline
 
     from ckpttool.engine import opening
 
