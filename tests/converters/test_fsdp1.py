@@ -737,6 +737,7 @@ def test_fsdp1_loads_what_is_written(tmp_path: Path, world: int, uop: bool) -> N
     assert json.loads((tmp_path / "out" / "flat_layout.json").read_text()) == described
 
 
+@pytest.mark.slow
 def test_the_work_grows_as_the_ranks_do(tmp_path: Path) -> None:
     """Each of W files lists the shards of W ranks: they are the same bytes, so that they are made and read once.
     Function calls are counted, which are the same on every machine."""

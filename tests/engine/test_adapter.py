@@ -759,6 +759,7 @@ def test_the_commands_do_what_the_functions_do(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_adapter_of_torchtune_is_taken_out_and_not_merged_into_weights_that_hold_it(tmp_path: Path) -> None:
     epoch = FIXTURES / "trainers" / "torchtune_lora" / "epoch_0"
     ckpttool.adapter_extract(epoch, tmp_path / "adapter")

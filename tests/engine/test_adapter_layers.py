@@ -467,6 +467,7 @@ def assert_close(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.T
         torch.testing.assert_close(found[n], t, msg=n)
 
 
+@pytest.mark.slow
 def test_experts_that_the_hub_does_not_split_are_not_split_here(peft: Any, tmp_path: Path) -> None:
     import transformers
 

@@ -131,6 +131,7 @@ LOST = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("to", "options"),
     [("dcp", {"world_size": 2}), ("dcp", {"world_size": 2, "workers": 2}), ("zero1", {"world_size": 2}),

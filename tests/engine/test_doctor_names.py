@@ -123,6 +123,7 @@ def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, 
     save_file(change(load_file(file)), file, {"format": "pt"})
 
 
+@pytest.mark.slow
 def test_empty_weights_point_at_the_engines_folder_beside_them(tmp_path: Path) -> None:
     """What save_pretrained writes of a ZeRO-3 model, beside the real folder of DeepSpeed."""
     fixture = peers.FIXTURES / "zero3_w2_tied"
@@ -146,6 +147,7 @@ def test_empty_weights_point_at_the_engines_folder_beside_them(tmp_path: Path) -
         shutil.rmtree(engine)
 
 
+@pytest.mark.slow
 def test_one_empty_weight_is_told_by_the_model_of_the_config(tmp_path: Path) -> None:
     hub_model(tmp_path / "m")
     changed(tmp_path / "m", lambda w: {**w, "model.norm.weight": torch.zeros(0)})

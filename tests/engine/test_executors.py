@@ -104,6 +104,7 @@ class Deaf(ThreadPoolExecutor):
         return Future() if self.asked == 1 else super().submit(fn, *args, **kwargs)
 
 
+@pytest.mark.slow
 def test_another_worker_is_asked_when_the_first_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clusters, "WAIT", 1.2)
     with Deaf() as deaf:

@@ -251,6 +251,7 @@ def test_the_cost_of_a_read_does_not_grow_with_the_number_of_tensors(
         assert [float(opened[f"model.w{i}"].numpy()[0]) for i in range(300)] == list(map(float, range(300)))
 
 
+@pytest.mark.slow
 def test_a_slice_of_a_tensor_in_a_store_requests_its_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     w = torch.arange(1000 * 4096, dtype=torch.float32).reshape(1000, 4096)  # 16 MB
     torch.save({"model": {"w": w}}, tmp_path / "a.pt")

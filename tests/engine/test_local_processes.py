@@ -88,6 +88,7 @@ def test_two_hundred_answers_of_a_megabyte(either: LocalProcesses) -> None:
     assert either.submit(functions.long_names, "ab\udcff\0é" * 500_000).result() == "é\0\udcffba" * 500_000
 
 
+@pytest.mark.slow
 def test_a_killed_worker_fails_its_own_future_only(either: LocalProcesses, tmp_path: Path) -> None:
     (tmp_path / "meet").mkdir()
     others = [either.submit(functions.sleep, "0.7") for _ in range(3)]
@@ -187,6 +188,7 @@ def test_a_template_that_is_killed_is_not_missed(local: LocalProcesses) -> None:
     assert found[-1][1:] == [str(os.getpid())]
 
 
+@pytest.mark.slow
 def test_a_template_that_is_stopped_is_ended_with_its_workers(
     local: LocalProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -555,6 +555,7 @@ def test_another_seed_draws_other_tokens_and_the_same_one_the_same(saved: Callab
     assert {0, 1, 2, 130} <= set(ids[0][0].tolist())  # the special ids and the ends of the vocabulary
 
 
+@pytest.mark.slow
 def test_a_config_of_another_model_is_refused_with_a_name(saved: Callable[[str], Path], tmp_path: Path) -> None:
     other = changed(saved("llama"), tmp_path / "other", lambda t, c: c.update(num_hidden_layers=4))
     with pytest.raises(Unsupported, match=r'A: .* 9 weights are not as it has them: "model.layers.3.* is missing'):
@@ -700,6 +701,7 @@ def test_a_result_that_computes_something_else_is_not_committed(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_what_cannot_be_proven_is_refused_before_anything_is_written(
     saved: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -159,6 +159,7 @@ def test_of_a_real_checkpoint_and_a_config_nothing_is_decided_wrongly(case: str,
     assert found.proposed.items() <= truth.items()
 
 
+@pytest.mark.slow
 def test_equal_logits_decide_proposals_and_other_logits_do_not(tmp_path: Path) -> None:
     from transformers import Jais2Config, Starcoder2Config, Starcoder2ForCausalLM
 

@@ -296,6 +296,7 @@ def test_a_worker_that_is_late_does_not_disturb_the_read_back(tmp_path: Path) ->
     assert len(late) == 2 and all("no longer being filled" in text for text in late)
 
 
+@pytest.mark.slow
 def test_a_part_that_two_workers_do_not_finish_is_given_to_a_third(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where none is done, so that nothing says how long one takes; where nobody is free, a warning says so."""
     for name, value in (("_UNKNOWN_SECONDS", 0.2), ("_SILENT_SECONDS", 0.3)):
@@ -318,6 +319,7 @@ def test_a_part_that_two_workers_do_not_finish_is_given_to_a_third(monkeypatch: 
     assert (again, len(given), results) == (2, 3, {0: {}})
 
 
+@pytest.mark.slow
 def test_a_slow_part_is_given_to_a_second_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "_SLOW_SECONDS", 0.1)
     convert(FSDP2, tmp_path / "one", "dcp")
@@ -360,6 +362,7 @@ def part_requests_error(e: CkpttoolError) -> str:
     return encode_error(e)
 
 
+@pytest.mark.slow
 def test_a_worker_refuses_to_fill_what_it_would_plan_otherwise(tmp_path: Path) -> None:
     def another(i: int, request: dict[str, Any]) -> str:
         request["fill"]["job"]["plan"] = "0" * 64
@@ -395,6 +398,7 @@ def test_digests_by_workers_are_those_of_one_pass(source: Path) -> None:
     assert many == one and len(workers.requests) > 2
 
 
+@pytest.mark.slow
 def test_threads_of_one_process_may_work_for_two_conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """dask's workers have a thread for each core: a plan stays open until the last of them has done with it."""
     made = list[Plan]()

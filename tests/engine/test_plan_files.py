@@ -181,6 +181,7 @@ def test_another_version_is_said(desk: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert 'ckpttool: "9.9.9", planned was ' in str(e.value) and not (desk / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_config_that_changed_is_said(desk: Path) -> None:
     shutil.copytree(FIXTURES / "hf_llama" / "ckpt", desk / "llama")
     planned(desk, "--to", "hf", "--config", desk / "llama")

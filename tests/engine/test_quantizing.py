@@ -128,6 +128,7 @@ def deepseek_folder(source: Path, to: Path, **config: Any) -> Tensors:
 # ---------------------------------------------------------------------------------------------------- transformers judges
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_transformers_has_the_same_codes_and_loads_the_numbers(kind: str, models: Path, tmp_path: Path) -> None:
     import transformers
@@ -229,6 +230,7 @@ def test_a_dry_run_counts_that_weights_are_read_twice(models: Path, tmp_path: Pa
 # ------------------------------------------------------------------------------------------------- what came in goes out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_what_came_in_goes_out(dtype: str, models: Path, tmp_path: Path) -> None:
     """DeepSeek's folder, dequantised into a training job at three ranks, and quantised again by its own config: partial blocks, latent
@@ -272,6 +274,7 @@ def test_scales_that_are_amax_by_448_are_found_again() -> None:
 # --------------------------------------------------------------------------------------------------------- which weights
 
 
+@pytest.mark.slow
 def test_blocks_that_are_not_whole_stay_unless_the_config_asks(tmp_path: Path) -> None:
     """transformers infers the size of a block from the number of scales: 320 rows with 3 of them are refused, 384 with 2 would be wrong."""
     source = save_model(tmp_path / "in", "llama", intermediate_size=320)
@@ -301,6 +304,7 @@ def test_blocks_that_are_not_whole_stay_unless_the_config_asks(tmp_path: Path) -
     assert new["model.layers.0.mlp.up_proj.weight_scale_inv"].shape == (5, 8)
 
 
+@pytest.mark.slow
 def test_routers_embeddings_and_heads_stay(models: Path, tmp_path: Path) -> None:
     ckpttool.convert(models / "mixtral", tmp_path / "out", to="hf", quantize="fp8-block")
     plain = {n: t for n, t in weights_of(tmp_path / "out").items() if t.dtype == torch.bfloat16}

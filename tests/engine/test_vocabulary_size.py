@@ -99,6 +99,7 @@ def test_rows_that_were_trained_are_not_cut(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_resized_folder_of_the_hub_says_so_in_its_config(tmp_path: Path) -> None:
     job(tmp_path / "m", 96, 90)
     config = json.loads((tmp_path / "m" / "config.json").read_text())

@@ -405,6 +405,7 @@ def test_some_weights_only_and_the_config_says_which(tmp_path: Path) -> None:
     assert all(equal(other[n], x.float() if ".mlp." in n else codes[n]) for n, x in truth.items())
 
 
+@pytest.mark.slow
 def test_a_config_without_a_list_of_plain_modules_takes_all_or_none(tmp_path: Path) -> None:
     tensors = {
         f"{n}.{end}": x

@@ -233,6 +233,7 @@ def test_a_folder_of_mlx_is_named_and_its_codes_are_not_cast(tmp_path: Path) -> 
     assert all(torch.equal(back[n], x) for n, x in codes.items())
 
 
+@pytest.mark.slow
 def test_a_config_says_more_than_names(tmp_path: Path) -> None:
     _, fp8 = SCHEMES["fp8"]
     cache = {"model.layers.0.self_attn.k_scale": t(F32), "model.layers.0.self_attn.v_scale": t(F32)}
@@ -354,6 +355,7 @@ def test_layouts_that_keep_dtypes_keep_codes_and_scales(to: str, tmp_path: Path)
             assert opened.read(f"model.{name}") == before.read(f"model.{name}")
 
 
+@pytest.mark.slow
 def test_to_hf_everything_stays_and_config_says_no_dtype_of_codes(tmp_path: Path) -> None:
     quantization = {"quant_method": "fp8", "weight_block_size": [32, 64]}
     source = folder(tmp_path / "in", PLAIN | SCHEMES["deepseek"][1], quantization)

@@ -105,6 +105,7 @@ def mapped(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_the_model_of_transformers_has_the_logits_of_the_other(case: Case, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -218,6 +219,7 @@ def test_llama_4_that_torchtitan_does_not_have_is_refused(changed: dict[str, Any
     ckpttool.convert(case / "ckpt", tmp_path / "out.pt", map="torchtitan-llama4", config=str(tmp_path))
 
 
+@pytest.mark.slow
 def test_llama_of_meta_and_back(tmp_path: Path) -> None:
     """The weights as torchtune exports them for Meta's code, which has no package here."""
     said, _ = expected("tune-llama3")
@@ -253,6 +255,7 @@ def test_torchtune_s_optimizer_gets_the_names_and_the_order_of_weights_that_have
     assert set(got["optim"]["param_groups"][0]["params"]) == set(weights)
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_goes_into_another_program_without_an_optimizer(case: Case, tmp_path: Path) -> None:
     """From a folder of the Hub, whose names transformers itself translates."""
     ckpttool.convert(case.path, tmp_path / "hf", to="hf", config=str(folder_of(case.name)), map=BY_HAND.get(case.forth))

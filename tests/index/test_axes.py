@@ -97,6 +97,7 @@ def test_a_permutation_of_any_axes_is_what_numpy_says_and_its_inverse_is_the_ide
     assert found.is_identity == (left.shape(sizes) == right.shape(sizes) and np.array_equal(part, whole))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_parts_of_a_sum_are_cut_out_and_joined_again(data: st.DataObject) -> None:

@@ -565,6 +565,7 @@ def test_two_kinds_of_difference_are_two_causes(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_tensors_that_were_not_read_are_not_said_to_be_like_others_of_two_kinds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

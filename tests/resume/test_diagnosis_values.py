@@ -79,6 +79,7 @@ def test_a_factor_of_the_first_moment_alone_is_not_that_of_gradients(both: Any) 
     assert (found.kind, found.text) == ("scaled", "all 39 exp_avg tensors are multiplied (exp_avg x10)")
 
 
+@pytest.mark.slow
 def test_a_scale_that_the_scaler_has_is_named_though_it_is_small(original: Any, tmp_path: Path) -> None:
     with files(tmp_path, "b", times(16.0, 256.0)) as b:
         a = original
@@ -357,6 +358,7 @@ def test_few_tensors_of_a_file_do_not_make_it_the_cause(both: Any) -> None:
     assert found.kind == "zero-rows"
 
 
+@pytest.mark.slow
 def test_half_of_the_tensors_of_a_file_do_not_make_it_the_cause(both: Any) -> None:
     half = set(FQNS[::2])
     found = both(lambda tree: rank1(tree, half.__contains__), lambda n: tensors(n) and any(f in n for f in half))

@@ -119,6 +119,7 @@ def test_a_process_of_this_machine_is_looked_at() -> None:
     assert f"process {child.pid} is dead" in text(after({0: of(0), 1: beat}, 2 * TIMEOUT, dead=(1,)))
 
 
+@pytest.mark.slow
 def test_beats_say_the_stage_the_stack_and_how_long_nothing_moved(tmp_path: Path) -> None:
     published: list[Beat] = []
     watch.write_stages_to(str(tmp_path / "stage"))
@@ -189,6 +190,7 @@ def test_on_a_file_system_without_locks_a_run_works_and_removes_no_other(
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("computes", [True, False])
 def test_a_judge_that_uses_its_cpu_is_not_silent_and_a_rank_that_may_only_poll_is(computes: bool) -> None:
     seen: list[Beat] = []
