@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -500,3 +501,21 @@ def test_mpi_spawns_workers_where_one_process_was_started(tmp_path: Path) -> Non
 def test_mpi_that_does_not_connect_the_processes_is_refused(env: dict[str, str], message: str, tmp_path: Path) -> None:
     _, err = mpi(0, tmp_path, "", "--workers", "mpi", env=env).communicate(timeout=60)
     assert "UsageError" in err and message in " ".join(err.replace("│", " ").split())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_logs_that_have_tracebacks_of_a_lost_scheduler_are_silent_until_the_end(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Which logs these are, `python -m tests.torture.frozen --engine dask` has shown: a scheduler is killed there."""
+    distributed = pytest.importorskip("distributed", reason="the extra [dask] is not installed")
+    names = ("distributed.client", "tornado.application", "concurrent.futures")
+    with (
+        distributed.LocalCluster(
+            n_workers=1, threads_per_worker=1, processes=False, dashboard_address=None, silence_logs=50
+        ) as cluster,
+        clusters.dask_workers(cluster.scheduler_address),
+    ):
+        assert not any(logging.getLogger(name).isEnabledFor(logging.ERROR) for name in names)
+    assert all(logging.getLogger(name).isEnabledFor(logging.ERROR) for name in names)

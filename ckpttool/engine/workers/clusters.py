@@ -262,6 +262,11 @@ def check_version(said: str, who: str, found: str | None) -> None:
 # ---------------------------------------------------------------------------------------------------------------- dask
 
 
+#: They log tracebacks when a scheduler is gone, which we say in a sentence: dask's client, its event loop where a
+#: result is fetched, and futures that cannot be cancelled.
+_LOGS_OF_A_LOST_SCHEDULER = ("distributed.client", "tornado.application", "concurrent.futures")
+
+
 class _DaskExecutor(SharedExecutor):
     """The workers of a dask client, which can be named when work is submitted."""
 
@@ -362,9 +367,10 @@ def dask_workers(where: str) -> Iterator[Workers]:
         ) from e
     # ask for a worker, and for everyone's version
     executor = _DaskExecutor(client, said)
-    log = logging.getLogger("distributed.client")
-    level = log.level
-    log.setLevel(logging.CRITICAL)  # tracebacks of its own about a scheduler that is gone; we say so
+    logs = [logging.getLogger(name) for name in _LOGS_OF_A_LOST_SCHEDULER]
+    levels = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.CRITICAL)
     try:
         ask_worker(
             executor, said, str
@@ -380,7 +386,8 @@ def dask_workers(where: str) -> Iterator[Workers]:
     finally:
         executor.shutdown()
         client.close(timeout=5)
-        log.setLevel(level)
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)
 
 
 # ----------------------------------------------------------------------------------------------------------------- Ray
