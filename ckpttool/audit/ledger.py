@@ -53,8 +53,7 @@ from ..errors import (
 from ..storage import objects, urls
 from ..storage.destination_protocol import write_error
 from ..storage.local_file import sync_folder
-from .provenance import get_current_user
-from .retention import format_time, parse_time
+from .retention import format_time, get_current_user, parse_time
 
 __all__ = [
     "FILE",

@@ -29,7 +29,6 @@ __all__ = [
     "decode_config_files",
     "decode_provenance",
     "encode_provenance",
-    "get_current_user",
     "get_member_mtime",
 ]
 
@@ -77,7 +76,7 @@ def collect_provenance(
         "modified": retention.format_time(datetime.fromtimestamp(mtime, UTC)),
     }
     out["step"] = step_count(ckpt.value)
-    out["made_on"] = {"host": socket.gethostname(), "user": get_current_user(), "system": platform.platform()}
+    out["made_on"] = {"host": socket.gethostname(), "user": retention.get_current_user(), "system": platform.platform()}
     installed = {name: found for name in _PACKAGES if (found := get_installed_version(name))}
     out["versions"] = {"python": platform.python_version(), **installed}
     out["notes"] = list(ckpt.notes)
@@ -97,16 +96,6 @@ def _encode_config_file(data: bytes) -> dict[str, str]:
         return known | {"text": data.decode()}
     except UnicodeDecodeError:
         return known | {"base64": base64.b64encode(data).decode()}
-
-
-def get_current_user() -> str:
-    """Return the name of the user, or the user ID if it has no name."""
-    import getpass
-
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError, ImportError):
-        return str(os.getuid())
 
 
 def encode_provenance(record: Mapping[str, object]) -> bytes:

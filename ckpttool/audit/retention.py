@@ -12,6 +12,7 @@ Years and months are those of the calendar: a year after February 29 is February
 from __future__ import annotations
 
 import calendar
+import os
 import re
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -24,6 +25,7 @@ __all__ = [
     "decode_retention",
     "encode_retention",
     "format_time",
+    "get_current_user",
     "make_object_lock_arguments",
     "parse_age",
     "parse_retention",
@@ -42,6 +44,16 @@ def format_time(time: datetime) -> str:
     if time.microsecond:
         time = time.replace(microsecond=0) + timedelta(seconds=1)
     return f"{time:%Y-%m-%dT%H:%M:%SZ}"
+
+
+def get_current_user() -> str:
+    """Return the name of the user that records are by, or the user ID if it has no name."""
+    import getpass
+
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError, ImportError):
+        return str(os.getuid())
 
 
 def parse_time(text: str) -> datetime:
