@@ -358,9 +358,9 @@ def _read_pipeline(reading: SaveReader) -> Checkpoint:
         _, own, optim = _add_stage12(
             reading, model, Experts(ExpertRanks(model.get("dp_world_size", int), False), {}, [], {})
         )
-        copies = [n for g in own for n in g if n in before[0]]
+        copies = dict.fromkeys(n for g in own for n in g if n in before[0])
         twice += copies
-        both = [(x, reading.masters[n]) for n, x in before[0].items() if n in copies]
+        both = [(before[0][n], reading.masters[n]) for n in copies]
         both += [(x, reading.optim[p]) for p, x in before[1].items() if isinstance(x, TensorEntry) and p[2] in copies]
         replicas += [Replica(joined(a.path), number, a, b) for a, b in both if isinstance(b, TensorEntry)]
         reading.masters.update(before[0])  # tied layers: those of the first stage

@@ -8,6 +8,7 @@ masters and moments. deepspeed/pipeline.py describes the files.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from dataclasses import replace
 from typing import NoReturn
 
@@ -71,6 +72,7 @@ def write_stages(plan: dw.SavePlan, options: WriteOptions, world: int, pipeline:
         Unsupported: the state is not that of the pipeline's layers.
         UsageError: the number of stages does not divide `world`.
     """
+    # refuse what no engine of a pipeline would load
     stages = len(pipeline.stages)
     if world % stages:
         raise UsageError(
@@ -90,11 +92,12 @@ def write_stages(plan: dw.SavePlan, options: WriteOptions, world: int, pipeline:
     state, named = plan.state, [{n: plan.tensors[n].shape for n in g.params} for g in plan.state.groups]
     models = dw.ModelStateFiles(plan, named, replicas)
 
-    numbers, trees, seen = list[int](), list[dw.FileTree](), list[str]()
+    # the weights, in a file for each layer, as every stage reads those of its own
+    numbers, trees, seen = list[int](), list[dw.FileTree](), Counter[str]()
     for file, keys in pipeline.layers.items():
         names = tuple(keys.values())
-        tree = dw.FileTree(seen.count(names[0]) if names else 0)  # a tied layer may have several files
-        seen += names
+        tree = dw.FileTree(seen[names[0]] if names else 0)  # a tied layer may have several files
+        seen.update(names)
         content = {
             key: tree.add_tree(state.extra_states[n]) if n in state.extra_states else models.add_module_tensor(tree, n)
             for key, n in keys.items()
@@ -102,6 +105,7 @@ def write_stages(plan: dw.SavePlan, options: WriteOptions, world: int, pipeline:
         numbers.append(files.add(f"{plan.tag}/{file}", content, tree.sizes))
         trees.append(tree)
 
+    # masters and moments: each stage is a job of ZeRO-1 by itself, with a model file that has no weights
     tensors, sources = dict[str, TensorEntry](), dict[str, TensorEntry]()
     dropped = {d.name: d for d in state.dropped}
     same = isinstance(plan.ckpt.pipeline, Pipeline) and len(plan.ckpt.pipeline.stages) == stages
@@ -163,21 +167,22 @@ def _match_state(plan: dw.SavePlan, options: WriteOptions, pipeline: Pipeline) -
         refuse(f'no file of a layer has "{odd}"')
     if odd := next((n for n in there if n not in here), None):
         refuse(f'the file of a layer has "{odd}", and the state has not')
+    members = [set(g.params) for g in state.groups]
     for s, groups in enumerate(pipeline.stages):
         if len(groups) != len(state.groups):
             refuse(f"stage {s} has {len(groups)} param groups, and the state {len(state.groups)}")
         for g, shapes in enumerate(groups):
-            if odd := next((n for n in shapes if n not in state.groups[g].params), None):
+            if odd := next((n for n in shapes if n not in members[g]), None):
                 refuse(f'"{odd}" is in param group {g} of stage {s}, and not in that of the state')
             if odd := next((n for n, shape in shapes.items() if state.tensors[n].shape != shape), None):
                 refuse(f'"{odd}" is {list(shapes[odd])}, and {list(state.tensors[odd].shape)} in the state')
     for g, group in enumerate(state.groups):
-        ordered = tuple(dict.fromkeys(n for groups in pipeline.stages for n in groups[g]))
-        if odd := next((n for n in group.params if n not in set(ordered)), None):
+        trained = dict.fromkeys(n for groups in pipeline.stages for n in groups[g])
+        if odd := next((n for n in group.params if n not in trained), None):
             refuse(f'no stage trains "{odd}"')
-        if ordered != group.params:
+        if tuple(trained) != group.params:
             plan.about_groups = "in the order of the stages that train them"
-        state.groups[g] = group._replace(params=ordered)
+        state.groups[g] = group._replace(params=tuple(trained))
     buffers = list(dict.fromkeys(n for own in pipeline.buffers for n in own))
     if odd := next(iter(set(buffers) ^ set(state.buffers)), None):
         refuse(f'"{odd}" is a buffer in one of them only')
