@@ -132,10 +132,8 @@ def test_the_next_steps_have_the_losses_of_the_other(case: Case, mapped: Path) -
     model.load_state_dict(tree["model"], strict=not model.config.tie_word_embeddings)
     names = dict(model.named_parameters())
     optim = tree["optim"]
-    optimizer = torch.optim.AdamW([{**g, "params": [names[n] for n in g["params"]]} for g in optim["param_groups"]])
+    optimizer = map_jobs.restored_optimizer(names, optim)
     assert set(optim["state"]) == set(names)
-    for n, slots in optim["state"].items():
-        optimizer.state[names[n]] = {slot: torch.as_tensor(t) for slot, t in slots.items()}
     losses = []
     for number in (map_jobs.STEPS, map_jobs.STEPS + 1):  # the second depends on the moments
         rows = map_jobs.batch(number, model.config.vocab_size)

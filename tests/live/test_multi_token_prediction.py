@@ -115,9 +115,7 @@ def test_training_goes_on_with_the_losses_of_the_live_job(job: Path, mapped: Pat
     named = model.named_parameters(remove_duplicate=False)
     names, optim = {n: p for n, p in named if not n.endswith(shared)}, tree["optim"]
     assert set(optim["state"]) == set(names)
-    optimizer = torch.optim.AdamW([{**g, "params": [names[n] for n in g["params"]]} for g in optim["param_groups"]])
-    for n, slots in optim["state"].items():
-        optimizer.state[names[n]] = {slot: torch.as_tensor(t) for slot, t in slots.items()}
+    optimizer = map_jobs.restored_optimizer(names, optim)
     losses = []
     for number in (map_jobs.STEPS, map_jobs.STEPS + 1):  # the second depends on the moments
         rows = map_jobs.batch(number)
