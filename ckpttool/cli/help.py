@@ -33,6 +33,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
 #: Prefix of the titles of panels with layout options, which come last.
 WRITING = "Writing "
 
+#: What asks for the list of commands.
+_HELP_FLAGS = ("--help", "-h")
+
 _WIDTH = 110  # of help, where the terminal is wider
 
 
@@ -173,15 +176,18 @@ class App(typer.Typer):
 def keep_called_command(app: typer.Typer, arguments: Sequence[str]) -> typer.Typer:
     """Return a copy of a program with only the command that the arguments call, and the groups that lead to it.
 
-    If the first argument names no command or group, the program itself is returned.
+    Where the arguments ask for the list of commands, each has its name and help alone, since options take longest to
+    build. If the first argument names no command or group, the program itself is returned.
 
     Args:
         app: the program, or one of its groups.
         arguments: those of the command line, without the program's name.
     """
-    if not arguments:
+    if not arguments:  # the shell asks so for completions
         return app
     word, out = arguments[0], copy(app)
+    if word in _HELP_FLAGS:
+        return _drop_options(app)
     out.registered_commands = [c for c in app.registered_commands if _get_command_name(c) == word]
     out.registered_groups = [
         g for g in app.registered_groups if g.typer_instance and g.typer_instance.info.name == word
@@ -192,6 +198,27 @@ def keep_called_command(app: typer.Typer, arguments: Sequence[str]) -> typer.Typ
         out.registered_groups[i] = copy(group)
         assert group.typer_instance is not None
         out.registered_groups[i].typer_instance = keep_called_command(group.typer_instance, arguments[1:])
+    return out
+
+
+def _drop_options(app: typer.Typer) -> typer.Typer:
+    """Return a copy of a program whose commands, and those of its groups, have names and help but no options."""
+    out = copy(app)
+    out.registered_commands = [_drop_command_options(c) for c in app.registered_commands]
+    out.registered_groups = [copy(g) for g in app.registered_groups]
+    for group in out.registered_groups:
+        assert group.typer_instance is not None
+        group.typer_instance = _drop_options(group.typer_instance)
+    return out
+
+
+def _drop_command_options(command: Any) -> Any:
+    """Return a copy of a command, an object with which typer registers it, that has its help but no options."""
+
+    def do_nothing() -> None: ...
+
+    out = copy(command)
+    do_nothing.__doc__, out.name, out.callback = command.callback.__doc__, _get_command_name(command), do_nothing
     return out
 
 
