@@ -270,8 +270,15 @@ def _has_non_string_keys(x: object) -> bool:
 
 
 def _holds_mapping(x: list[object]) -> bool:
-    """Return whether a list holds a dict, directly or in nested lists."""
-    return any(list_mapping_items(v) is not None or (isinstance(v, list) and _holds_mapping(v)) for v in x)
+    """Return whether a list holds a dict with a value in it, directly or in nested lists.
+
+    Torch takes a list with empty dicts apart, too, but writes nothing of them; when it loads, it leaves them out of the
+    job's state before it looks for keys, and asks for the list as one entry.
+    """
+    return any(
+        _holds_mapping(v) if isinstance(v, list) else list_mapping_items(v) is not None and any(_walk_like_dcp(v, ()))
+        for v in x
+    )
 
 
 def _holds_array(x: object) -> bool:

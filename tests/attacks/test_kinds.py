@@ -162,3 +162,17 @@ def test_buffer_names_of_a_pipeline_are_names(tmp_path: Path) -> None:
     torch.save({**tree, "buffer_names": [*tree["buffer_names"], torch.device("cpu")]}, file)
     with pytest.raises(Corrupt, match="buffer_names is"):
         ckpttool.open(source)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("more", [{}, {b"x": False}], ids=["keys", "odd-keys"])
+@pytest.mark.parametrize("rates", [[0.01, {}], [{}, 0.01], [[{}], 3]], ids=str)
+def test_torch_loads_a_list_with_an_empty_dict(rates: list[Any], more: dict[Any, Any], tmp_path: Path) -> None:
+    """As the state of a LambdaLR is that has a function and a callable object. Torch takes such a list apart when it saves, and writes nothing of the
+    dict; it leaves the dict out when it loads, and asks for the whole list, which its own save does not have."""
+    torch.save({"model": {"w": torch.ones(2)}, "scheduler": {"lr_lambdas": rates, **more}}, tmp_path / "source.pt")
+    ckpttool.convert(tmp_path / "source.pt", tmp_path / "dcp", to="dcp", world_size=1)
+    loaded = {"scheduler": {"lr_lambdas": [{} if x == {} else None for x in rates]}}
+    dcp.load(loaded, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert loaded["scheduler"]["lr_lambdas"] == rates
+    assert ckpttool.diff(tmp_path / "source.pt", tmp_path / "dcp").equal
