@@ -98,6 +98,7 @@ OPTIMIZERS = (
     Optimizer("ASGD", _slots("eta", "mu", "ax")),
     Optimizer("Rprop", _slots("prev", "step_size")),
     Optimizer("Muon", _slots("momentum_buffer"), options=_slots("ns_steps")),
+    Optimizer("Muon", _slots("momentum_buffer"), options=_slots("momentum_beta")),  # of NVIDIA's emerging_optimizers
     Optimizer("SGD", _slots("momentum_buffer")),
     Optimizer(
         "bitsandbytes 8-bit AdamW or Adam",

@@ -301,7 +301,8 @@ def name_param_groups(leaves: Leaves, notes: list[str]) -> None:
     names = [n for n in order if n in trained] or list(trained)
     if not found or not names:
         return
-    members = assign_group_members(found, {n: len(trained[n].shape) for n in names})
+    adam = {str(p[2]) for p in leaves if p[:2] == ("optim", "state") and len(p) == 4 and p[3] == "exp_avg"}
+    members = assign_group_members(found, {n: len(trained[n].shape) for n in names}, adam)
     if members is None:
         notes.append(
             "Megatron-Core saves no parameters of its param groups, and these are not told apart by weight decay and "
@@ -314,13 +315,16 @@ def name_param_groups(leaves: Leaves, notes: list[str]) -> None:
         )
         for i, params in members.items():
             leaves["optim", "param_groups", i, "params"] = params
+    # a chain of Muon and Adam has a step for Adam alone
     steps = [g.get("step") for g in found.values()]
-    if steps[0] is not None and all(_are_steps_equal(s, steps[0]) for s in steps):
-        for name in names:
+    if members is None and not all(s is not None and _are_steps_equal(s, steps[0]) for s in steps):
+        members = {}
+    for i, params in ({next(iter(found)): names} if members is None else members).items():
+        for name in params if (step := found[i].get("step")) is not None else ():
             path = ("optim", "state", name, "step")
-            leaves[path] = replace(steps[0], path=path) if isinstance(steps[0], TensorEntry) else steps[0]
+            leaves[path] = replace(step, path=path) if isinstance(step, TensorEntry) else step
     for i, group in found.items():
-        if isinstance(group.get("step"), TensorEntry):  # it is that of the parameters
+        if isinstance(group.get("step"), (TensorEntry, Inline)):  # it is that of the parameters
             del leaves["optim", "param_groups", i, "step"]
 
 
@@ -362,7 +366,7 @@ def has_no_weight_decay(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def assign_group_members(
-    groups: Mapping[int, Mapping[object, object]], dims: Mapping[str, int]
+    groups: Mapping[int, Mapping[object, object]], dims: Mapping[str, int], adam: Collection[str] = ()
 ) -> dict[int, list[str]] | None:
     """Return {number of a param group: its parameters} by Megatron-Core's rule; None if the rule does not fit the
     groups.
@@ -370,11 +374,14 @@ def assign_group_members(
     Args:
         groups: {number of a param group: its hyperparameters}.
         dims: {parameter: number of its dimensions}, in the order of the model.
+        adam: parameters with Adam's moments, which are in the groups that have `betas` where only some groups do: a
+            chain of Muon, for matrices, and Adam.
     """
-    of: dict[tuple[bool, bool], int] = {}
+    chained = len({"betas" in g for g in groups.values()}) > 1
+    of: dict[tuple[bool, bool, bool], int] = {}
     for i, g in groups.items():
         mult = g.get("wd_mult", g.get("pre_wd_mult"))
-        kind = (mult == 0.0, bool(g.get("is_expert_parallel")))
+        kind = (chained and "betas" in g, mult == 0.0, bool(g.get("is_expert_parallel")))
         if (
             mult not in (0.0, 1.0)
             or g.get("lr_mult", g.get("pre_lr_mult", 1.0)) != 1.0
@@ -384,11 +391,11 @@ def assign_group_members(
             return None
         of[kind] = i
     out: dict[int, list[str]] = {i: [] for i in groups}
-    experts = any(expert for _, expert in of)
+    experts = any(expert for *_, expert in of)
     for name, n in dims.items():
         bare = has_no_weight_decay(name, (0,) * n)
         expert = experts and re.search(r"\bexperts\b", name) is not None and "shared_experts" not in name
-        group = of.get((bare, expert))
+        group = of.get((chained and name in adam, bare, expert))
         if group is None:
             return None
         out[group].append(name)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -98,8 +99,10 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     objects: dict[str, Leaves] = {}
     trained = dict.fromkeys(str(t.path[2]) for t in ckpt.tensors.values() if t.path[:2] == ("optim", "state"))
     copies = []
+    muon = _has_muon(ckpt)
+    master = "optimizer.state.fp32_param" if muon else "optimizer.state.param"
     for name, t in ckpt.tensors.items():
-        key = _make_tensor_key(t, ckpt)
+        key = _make_tensor_key(t, ckpt, master)
         if key is not None:
             tree[(key,)] = tensors[name] = t
         elif (of := _find_object_key(t.path)) is not None:
@@ -110,9 +113,10 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
             t.path[0] == "model"
             and name.removeprefix("model.") in trained
             and f"extra.master.{t.path[1]}" not in ckpt.tensors
+            and not (muon and t.dtype == "float32")
         ):
             copy = replace(t, dtype="float32", path=("replica", "param", *t.path))
-            tree[(f"optimizer.state.param.{t.path[1]}",)] = tensors[joined(copy.path)] = copy
+            tree[(f"{master}.{t.path[1]}",)] = tensors[joined(copy.path)] = copy
             copies.append(f"extra.master.{t.path[1]}")
 
     # values, in common.pt or in those objects
@@ -181,12 +185,21 @@ def _predict_values(
     return {**rest, **read}, list_changed_values(before, read, "in the param groups that Megatron-Core makes")
 
 
-def _make_tensor_key(t: TensorEntry, ckpt: Checkpoint) -> str | None:
-    """Return Megatron's key for a tensor; None if it is neither a weight nor optimizer state in its weight's shape."""
+def _has_muon(ckpt: Checkpoint) -> bool:
+    """Return whether the optimizer is Megatron-Core's Muon with an Adam beside it. It has no distributed optimizer, so
+    the state is in the form of those without (optimizer/muon.py and optimizer/optimizer.py of 0.16)."""
+    return any(v.option == "momentum_beta" for v in ckpt.values.values())
+
+
+def _make_tensor_key(t: TensorEntry, ckpt: Checkpoint, master: str) -> str | None:
+    """Return Megatron's key for a tensor; None if it is neither a weight nor optimizer state in its weight's shape.
+
+    `master` is the head of the keys of fp32 masters.
+    """
     if t.path[0] == "model" and len(t.path) == 2:
         return str(t.path[1])
     if t.path[:2] == ("extra", "master") and len(t.path) == 3:
-        return f"optimizer.state.param.{t.path[2]}"
+        return f"{master}.{t.path[2]}"
     if t.path[:2] == ("optim", "state") and len(t.path) == 4:
         of = ckpt.tensors.get(f"model.{t.path[2]}")
         return f"optimizer.state.{t.path[3]}.{t.path[2]}" if of is None or of.shape == t.shape else None
@@ -372,7 +385,8 @@ def _make_constant_schedule(optimizer: Any) -> dict[str, object]:
 
     `optimizer` is the optimizer's part of common.pt. The format is that of optimizer_param_scheduler.py.
     """
-    groups = (optimizer if "optimizer" in optimizer else optimizer[0])["optimizer"]["param_groups"]
+    first = optimizer.get(0, optimizer)
+    groups = first.get("optimizer", first)["param_groups"]
     lr, decay = groups[0].get("lr", 0.0), max(g.get("weight_decay", 0.0) for g in groups)
     return {
         "max_lr": lr,
@@ -395,6 +409,7 @@ def _build_optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str]) 
     Raises:
         Unsupported: parameters are at different steps, or in other param groups than Megatron-Core would make.
     """
+    muon = _has_muon(ckpt)
     steps = dict.fromkeys(float(x) for x in values.steps.values() if isinstance(x, (int, float)))
     if len(steps) > 1:
         several = ", ".join(f"{s:g}" for s in list(steps)[:4])
@@ -424,7 +439,7 @@ def _build_optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str]) 
                 "groups in the job that saves.",
                 code="CKPT0316",
             )
-        if steps and g.setdefault("step", step := next(iter(steps))) != step:
+        if steps and not muon and g.setdefault("step", step := next(iter(steps))) != step:
             raise Unsupported(
                 f'A param group has the option "step" {short(g["step"])}, and its parameters are at step {step:g}; '
                 f"Megatron-Core keeps the step in the group alone. {argument('only', ['model'])} leaves the optimizer "
@@ -440,9 +455,26 @@ def _build_optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str]) 
         own = [
             {k: x for k, x in g.items() if k != "chained"} for g, n in zip(found, numbers, strict=True) if n == number
         ]
-        one = {"optimizer": {"param_groups": own}, "param_state_sharding_type": "fully_reshardable"}
+        one: dict[str, Any] = {"optimizer": {"param_groups": own}, "param_state_sharding_type": "fully_reshardable"}
+        if muon:
+            one = _make_plain_optimizer(own, ckpt, steps)
         chain.append(one if scaler is None else one | {"grad_scaler": scaler})
     return chain[0] if len(chain) == 1 else dict(enumerate(chain))
+
+
+def _make_plain_optimizer(groups: list[dict[str, Any]], ckpt: Checkpoint, steps: Iterable[float]) -> dict[str, Any]:
+    """Return one optimizer's part of common.pt, in the form of those that are not distributed.
+
+    Args:
+        groups: its param groups; those of Muon have `momentum_beta`, and no step.
+        ckpt: the source. The form of a job in fp32, which has no masters, is flat.
+        steps: the one step of Adam's parameters; empty if they have none.
+    """
+    out: dict[str, Any] = {"param_groups": [{k: x for k, x in g.items() if k != "step"} for g in groups]}
+    if steps and not any("momentum_beta" in g for g in groups):
+        out["state"] = {"common_step": Inline("float32", (), struct.pack("<f", *steps))}
+    half = any(t.path[0] == "model" and t.dtype in ("bfloat16", "float16") for t in ckpt.tensors.values())
+    return {"optimizer": out} if half else out
 
 
 def _to_megatron_groups(

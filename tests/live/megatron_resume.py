@@ -64,7 +64,8 @@ def resume(case: dict[str, Any]) -> None:
     job.optimizer.load_state_dict(loaded["optimizer"])
     for optimizer in getattr(job.optimizer, "chained_optimizers", [job.optimizer]):
         for slots in optimizer.optimizer.state.values():
-            slots["step"] = slots["step"].clone()  # one tensor for all after the load, which each would count up
+            if "step" in slots:
+                slots["step"] = slots["step"].clone()  # one tensor for all after the load, which each would count up
     job.scheduler.num_steps = 0  # it adds what it loads
     if foreign:  # --override-opt-param-scheduler
         job.scheduler.override_opt_param_scheduler, job.scheduler.use_checkpoint_opt_param_scheduler = True, False
