@@ -99,7 +99,7 @@ class ReferenceModel(NamedTuple):
     pipeline: Any = None
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class ModelHints:
     """What the user says about the model because the files of a checkpoint do not; None if nothing was said."""
 
@@ -109,7 +109,7 @@ class ModelHints:
     wrap: tuple[str, ...] | None = None  # patterns of the module paths that FSDP1 wrapped
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class ReadOptions(ModelHints):
     """Arguments of `Layout.read`."""
 
@@ -152,7 +152,7 @@ WRITE_HINTS = ("config", "like", "flat_layout", "wrap", "world_size")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class WriteOptions(ModelHints):
     """Arguments of `Layout.write`; None if the source or the layout decides. `own` is an instance of `Layout.options`,
     or None."""
@@ -210,7 +210,7 @@ def tree_of(
     return (options.tree(leaves), []) if options.tree is not None else restore_trainer_tree(leaves, origin, same)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """One layout: what `LAYOUTS` of a module in converters/ lists, and what the entry point of another package names.
 

@@ -146,7 +146,7 @@ def option(
     return field(default=default, metadata=said | {"repeated": repeated, "commas": commas})
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class MergeRequest:
     """An adapter to merge into the checkpoint that is opened (engine/merging.py).
 
@@ -162,7 +162,7 @@ class MergeRequest:
     rslora: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class AverageRequest:
     """Checkpoints to average with the one that is opened (engine/averaging.py).
 
@@ -240,7 +240,7 @@ class AverageRequest:
         return (self.scale or (1.0,)) * (1 if len(self.scale or (1.0,)) == count else count)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class OpenOptions:
     """How a checkpoint is read; the arguments of `open`, which explains them.
 
@@ -343,7 +343,7 @@ class OpenOptions:
                 object.__setattr__(self, name, os.fspath(value))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class CompareRequest:
     """What two models compute, and how far apart they may be; the arguments of `compare`, which explains them."""
 
@@ -364,7 +364,7 @@ class CompareRequest:
     )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class WriteRequest:
     """What a conversion is asked to write; the arguments of `convert`, which explains them.
 
@@ -470,7 +470,7 @@ class WriteRequest:
         object.__setattr__(self, "map", None if self.map is None else os.fspath(self.map))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class SizeRequest:
     """A job whose memory is computed; the arguments of `inspect`, which explains them."""
 
@@ -503,7 +503,7 @@ class SizeRequest:
             )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """How a conversion is carried out; the arguments of `convert`, which explains them.
 

@@ -74,7 +74,7 @@ class Saves(NamedTuple):
     files: str
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class SeenFolder:
     """A folder that is judged by the names in it.
 
@@ -120,7 +120,7 @@ class ForTrainer(NamedTuple):
     refused: str = ""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Advice:
     """The index and the path of a checkpoint, from which a layout's program writes advice on the next step, with
     commands."""
@@ -182,7 +182,7 @@ class Advice:
         )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class Program:
     """What is known of the program that writes a layout. Patterns are regular expressions that match a whole name.
 

@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class HfOptions:
     """The content of an hf folder."""
 
@@ -103,7 +103,7 @@ class HfOptions:
             )
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class ZeroOptions:
     """The configuration of the DeepSpeed engine that will load the save; None: as in the source, or DeepSpeed's
     default."""
@@ -132,7 +132,7 @@ class ZeroOptions:
                 raise UsageError(f"{name} is {n}; it must be at least 1.", code="CKPT0203")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class UniversalOptions(ZeroOptions):
     """As `ZeroOptions`, and the stage: files of stage 3 differ from those of 1 and 2."""
 
@@ -147,7 +147,7 @@ class UniversalOptions(ZeroOptions):
             raise UsageError(f"The ZeRO stage is {self.stage}; it must be 1, 2 or 3.", code="CKPT0203")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class MeshOptions:
     """The mesh of the job that will load a folder of DCP; None: one dimension, over which FSDP divides."""
 
@@ -197,7 +197,7 @@ class MeshOptions:
         return None if self.sizes is None else self.sizes.world
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Fsdp1Options:
     """The arguments of FSDP1 in the job that will load the files."""
 
@@ -205,7 +205,7 @@ class Fsdp1Options:
     precision: str | None = option(None, "Precision of the job that will load it: bf16, fp16 or fp32.")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class DirectoryOptions:
     """How a trainer's directory is laid out."""
 
@@ -224,7 +224,7 @@ class DirectoryOptions:
             )
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class VerlOptions:
     """The devices of the job of verl that will load the files."""
 

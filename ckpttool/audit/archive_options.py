@@ -11,7 +11,7 @@ __all__ = ["ENCRYPTED", "SUFFIX", "ArchiveOptions"]
 SUFFIX, ENCRYPTED = ".tar.zst", ".tar.zst.age"  # of the names of archives, plain and encrypted
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class ArchiveOptions:
     """The options of `audit export`.
 

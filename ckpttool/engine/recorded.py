@@ -46,7 +46,7 @@ RECORD_SCHEMA = "ckpttool.record/1"  # records of before 1.0 do not say it
 MOST_RECORD_BYTES = 256 << 20  # 10^6 tensors
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Recorded:
     """What a ckpttool.json says.
 

@@ -128,7 +128,7 @@ _AT_LOAD = frozenset(("bitsandbytes", "torchao", "quanto", "hqq", "eetq", "higgs
 OWN_CONFIGS = frozenset(("hf_quant_config.json", "quantize_config.json", "quant_config.json"))
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Encoded:
     """One weight that is codes.
 
@@ -171,7 +171,7 @@ class Fault(NamedTuple):
     sure: bool
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Encodings:
     """The encoded weights of a checkpoint.
 

@@ -39,7 +39,7 @@ def ignore_status(text: str) -> None:
     """Ignore a status line; the default for callers that want none."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class VerifyRequest:
     """What `resume_verify` is asked to do; that function explains the fields."""
 
@@ -224,7 +224,7 @@ def make_request(source: str | os.PathLike[str] | None, keywords: Mapping[str, A
     return VerifyRequest(source=source or "", reading=OpenOptions(**reading), **others)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class RunSettings:
     """One run: a checkpoint, the job it is loaded into, its batches.
 

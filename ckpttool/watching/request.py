@@ -15,7 +15,7 @@ _COMMANDS = "Commands"
 _METRICS = "Metrics"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class WatchRequest:
     """How a run is watched. Times are in seconds.
 

@@ -83,7 +83,7 @@ DEEPSPEED = "zero3"
 _MOST_JSON = 256 << 20  # trainer_state.json with the log of a long run
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class DirectoryPart:
     """A file or a folder of a trainer's directory, and what it is.
 
@@ -114,7 +114,7 @@ class DirectoryPart:
     rank: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class Dialect:
     """How one trainer lays a checkpoint out.
 

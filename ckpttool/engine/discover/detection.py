@@ -53,7 +53,7 @@ _MOST_EXPORTS = 2  # weights alone at the end of a run, as torchtitan saves them
 _MOST_REMOTE = 200  # and on a store, where each takes a request
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class FoundCheckpoint:
     """A checkpoint below a folder.
 
@@ -78,7 +78,7 @@ class FoundCheckpoint:
     weights_only: bool = False
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True)
 class Checkpoints:
     """The checkpoints below a folder, oldest first. `left_out` is the number of folders that were not looked into."""
 
