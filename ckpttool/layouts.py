@@ -29,7 +29,7 @@ from .index.draft import Draft
 from .index.names import COMPONENTS, CanonicalState, restore_trainer_tree
 from .index.optimizer_names import Orders
 from .index.param_groups import Groups
-from .options import option
+from .options import ByFields, option
 from .program import ForTrainer, Program, Saves, StateFile
 from .storage import urls
 from .storage.source import Source, read_error
@@ -99,8 +99,8 @@ class ReferenceModel(NamedTuple):
     pipeline: Any = None
 
 
-@dataclass(frozen=True)
-class ModelHints:
+@dataclass(frozen=True, eq=False, repr=False)
+class ModelHints(ByFields):
     """What the user says about the model because the files of a checkpoint do not; None if nothing was said."""
 
     config: str | None = None  # folder or id of a Hugging Face model
@@ -109,7 +109,7 @@ class ModelHints:
     wrap: tuple[str, ...] | None = None  # patterns of the module paths that FSDP1 wrapped
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class ReadOptions(ModelHints):
     """Arguments of `Layout.read`."""
 
@@ -152,7 +152,7 @@ WRITE_HINTS = ("config", "like", "flat_layout", "wrap", "world_size")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class WriteOptions(ModelHints):
     """Arguments of `Layout.write`; None if the source or the layout decides. `own` is an instance of `Layout.options`,
     or None."""
@@ -210,8 +210,8 @@ def tree_of(
     return (options.tree(leaves), []) if options.tree is not None else restore_trainer_tree(leaves, origin, same)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Layout(ByFields):
     """One layout: what `LAYOUTS` of a module in converters/ lists, and what the entry point of another package names.
 
     Args:

@@ -19,12 +19,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from functools import wraps
 from math import isfinite
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
 from .errors import UsageError, argument
 from .printable import count_noun
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from .engine.transform.changing import Page
     from .engine.workers.executors import WorkersSpec
 
@@ -36,6 +38,7 @@ __all__ = [
     "ApplyKeywords",
     "AverageKeywords",
     "AverageRequest",
+    "ByFields",
     "CompareKeywords",
     "CompareRequest",
     "ConvertKeywords",
@@ -146,8 +149,32 @@ def option(
     return field(default=default, metadata=said | {"repeated": repeated, "commas": commas})
 
 
-@dataclass(frozen=True, kw_only=True)
-class MergeRequest:
+class ByFields:
+    """Base of frozen dataclasses that are compared, hashed and shown by their fields, as `eq=True` and `repr=True` do.
+
+    dataclass compiles both methods for each class when it is defined; a command starts sooner with one for all.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            _list_compared_values(self) == _list_compared_values(other) if type(other) is type(self) else NotImplemented
+        )
+
+    def __hash__(self) -> int:
+        return hash(tuple(_list_compared_values(self)))
+
+    def __repr__(self) -> str:
+        shown = (f"{f.name}={getattr(self, f.name)!r}" for f in fields(cast("DataclassInstance", self)) if f.repr)
+        return f"{type(self).__qualname__}({', '.join(shown)})"
+
+
+def _list_compared_values(x: object) -> list[object]:
+    """Return the values of those fields of a dataclass that are compared, in their order."""
+    return [getattr(x, f.name) for f in fields(cast("DataclassInstance", x)) if f.compare]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class MergeRequest(ByFields):
     """An adapter to merge into the checkpoint that is opened (engine/merging.py).
 
     `adapter` is the checkpoint that holds it, None where it is in the same state; `names` of those to merge, in order,
@@ -162,8 +189,8 @@ class MergeRequest:
     rslora: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class AverageRequest:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class AverageRequest(ByFields):
     """Checkpoints to average with the one that is opened (engine/averaging.py).
 
     `others` are the further ones, in order. Without more it is their mean; `coefficients` has one number for each; they
@@ -240,8 +267,8 @@ class AverageRequest:
         return (self.scale or (1.0,)) * (1 if len(self.scale or (1.0,)) == count else count)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OpenOptions:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class OpenOptions(ByFields):
     """How a checkpoint is read; the arguments of `open`, which explains them.
 
     Fields that are made with `option` are options of every command that reads one.
@@ -343,8 +370,8 @@ class OpenOptions:
                 object.__setattr__(self, name, os.fspath(value))
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompareRequest:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class CompareRequest(ByFields):
     """What two models compute, and how far apart they may be; the arguments of `compare`, which explains them."""
 
     prompts: str | os.PathLike[str] | None = option(
@@ -364,8 +391,8 @@ class CompareRequest:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class WriteRequest:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class WriteRequest(ByFields):
     """What a conversion is asked to write; the arguments of `convert`, which explains them.
 
     Fields that are made with `option` are options of every command that writes a checkpoint.
@@ -470,8 +497,8 @@ class WriteRequest:
         object.__setattr__(self, "map", None if self.map is None else os.fspath(self.map))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SizeRequest:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class SizeRequest(ByFields):
     """A job whose memory is computed; the arguments of `inspect`, which explains them."""
 
     fits: str | None = option(
@@ -503,8 +530,8 @@ class SizeRequest:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class RunOptions(ByFields):
     """How a conversion is carried out; the arguments of `convert`, which explains them.
 
     Fields that are made with `option` are options of every command that copies tensors.

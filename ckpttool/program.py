@@ -23,6 +23,7 @@ from typing import ClassVar, NamedTuple
 from .huggingface import lora
 from .index.checkpoint import Checkpoint, find_unnamed_optimizer_state
 from .index.trainer_trees import TrainerTree
+from .options import ByFields
 from .storage.source import Source
 
 __all__ = ["Advice", "ForTrainer", "Half", "Program", "Saves", "SeenFolder", "StateFile", "Unfinished"]
@@ -74,8 +75,8 @@ class Saves(NamedTuple):
     files: str
 
 
-@dataclass(frozen=True)
-class SeenFolder:
+@dataclass(frozen=True, eq=False, repr=False)
+class SeenFolder(ByFields):
     """A folder that is judged by the names in it.
 
     Args:
@@ -120,8 +121,8 @@ class ForTrainer(NamedTuple):
     refused: str = ""
 
 
-@dataclass(frozen=True)
-class Advice:
+@dataclass(frozen=True, eq=False, repr=False)
+class Advice(ByFields):
     """The index and the path of a checkpoint, from which a layout's program writes advice on the next step, with
     commands."""
 
@@ -182,8 +183,8 @@ class Advice:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Program:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Program(ByFields):
     """What is known of the program that writes a layout. Patterns are regular expressions that match a whole name.
 
     Args:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ckpttool.errors import UsageError, argument
 from ckpttool.layouts import option
+from ckpttool.options import ByFields
 
 from .meshes import Mesh
 
@@ -22,8 +23,8 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class HfOptions:
+@dataclass(frozen=True, eq=False, repr=False)
+class HfOptions(ByFields):
     """The content of an hf folder."""
 
     max_shard_bytes: int = option(
@@ -103,8 +104,8 @@ class HfOptions:
             )
 
 
-@dataclass(frozen=True)
-class ZeroOptions:
+@dataclass(frozen=True, eq=False, repr=False)
+class ZeroOptions(ByFields):
     """The configuration of the DeepSpeed engine that will load the save; None: as in the source, or DeepSpeed's
     default."""
 
@@ -132,7 +133,7 @@ class ZeroOptions:
                 raise UsageError(f"{name} is {n}; it must be at least 1.", code="CKPT0203")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class UniversalOptions(ZeroOptions):
     """As `ZeroOptions`, and the stage: files of stage 3 differ from those of 1 and 2."""
 
@@ -147,8 +148,8 @@ class UniversalOptions(ZeroOptions):
             raise UsageError(f"The ZeRO stage is {self.stage}; it must be 1, 2 or 3.", code="CKPT0203")
 
 
-@dataclass(frozen=True)
-class MeshOptions:
+@dataclass(frozen=True, eq=False, repr=False)
+class MeshOptions(ByFields):
     """The mesh of the job that will load a folder of DCP; None: one dimension, over which FSDP divides."""
 
     mesh: str | None = option(
@@ -197,16 +198,16 @@ class MeshOptions:
         return None if self.sizes is None else self.sizes.world
 
 
-@dataclass(frozen=True)
-class Fsdp1Options:
+@dataclass(frozen=True, eq=False, repr=False)
+class Fsdp1Options(ByFields):
     """The arguments of FSDP1 in the job that will load the files."""
 
     use_orig_params: bool = option(False, "For a job that calls FSDP(use_orig_params=True).")
     precision: str | None = option(None, "Precision of the job that will load it: bf16, fp16 or fp32.")
 
 
-@dataclass(frozen=True)
-class DirectoryOptions:
+@dataclass(frozen=True, eq=False, repr=False)
+class DirectoryOptions(ByFields):
     """How a trainer's directory is laid out."""
 
     state_dict_type: str | None = option(
@@ -224,8 +225,8 @@ class DirectoryOptions:
             )
 
 
-@dataclass(frozen=True)
-class VerlOptions:
+@dataclass(frozen=True, eq=False, repr=False)
+class VerlOptions(ByFields):
     """The devices of the job of verl that will load the files."""
 
     mesh_device: str = option(

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import UsageError, argument
+from ..options import ByFields
 
 __all__ = ["ENCRYPTED", "SUFFIX", "ArchiveOptions"]
 
 SUFFIX, ENCRYPTED = ".tar.zst", ".tar.zst.age"  # of the names of archives, plain and encrypted
 
 
-@dataclass(frozen=True)
-class ArchiveOptions:
+@dataclass(frozen=True, eq=False, repr=False)
+class ArchiveOptions(ByFields):
     """The options of `audit export`.
 
     `key`, `password`, `certificate`, `chain` sign; `recipients` encrypt; `lock_mode` is that of an object store's lock.

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
 from ..errors import UsageError, argument, get_named_flags
-from ..options import OpenOptions, ReadKeywords, option
+from ..options import ByFields, OpenOptions, ReadKeywords, option
 from .trace.records import NumericsRecord
 
 __all__ = [
@@ -39,8 +39,8 @@ def ignore_status(text: str) -> None:
     """Ignore a status line; the default for callers that want none."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class VerifyRequest:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class VerifyRequest(ByFields):
     """What `resume_verify` is asked to do; that function explains the fields."""
 
     source: str | os.PathLike[str] = ""
@@ -224,8 +224,8 @@ def make_request(source: str | os.PathLike[str] | None, keywords: Mapping[str, A
     return VerifyRequest(source=source or "", reading=OpenOptions(**reading), **others)
 
 
-@dataclass(frozen=True)
-class RunSettings:
+@dataclass(frozen=True, eq=False, repr=False)
+class RunSettings(ByFields):
     """One run: a checkpoint, the job it is loaded into, its batches.
 
     `reading` is how the checkpoint is opened. `mesh` is {"dp_replicate": R, "dp_shard": S, "tp": T}; its product is the

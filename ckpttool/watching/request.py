@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 
 from ..errors import UsageError, argument
-from ..options import OpenOptions, option
+from ..options import ByFields, OpenOptions, option
 from ..storage import urls
 
 __all__ = ["WatchRequest"]
@@ -15,8 +15,8 @@ _COMMANDS = "Commands"
 _METRICS = "Metrics"
 
 
-@dataclass(frozen=True, kw_only=True)
-class WatchRequest:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class WatchRequest(ByFields):
     """How a run is watched. Times are in seconds.
 
     `state` is the folder of the journal; None for the one beside the run. `reading` is how each save is opened.

@@ -45,6 +45,7 @@ from ckpttool.index.optimizer_names import iterate_possible_orders
 from ckpttool.index.param_groups import list_numbered_parameters
 from ckpttool.index.schedulers import complete_scheduler_state
 from ckpttool.layouts import Place, ReadOptions, WriteOptions
+from ckpttool.options import ByFields
 from ckpttool.program import Advice, Program, Saves
 from ckpttool.storage.overlay import add_sibling_files
 from ckpttool.storage.source import Source
@@ -83,8 +84,8 @@ DEEPSPEED = "zero3"
 _MOST_JSON = 256 << 20  # trainer_state.json with the log of a long run
 
 
-@dataclass(frozen=True)
-class DirectoryPart:
+@dataclass(frozen=True, eq=False, repr=False)
+class DirectoryPart(ByFields):
     """A file or a folder of a trainer's directory, and what it is.
 
     Args:
@@ -114,8 +115,8 @@ class DirectoryPart:
     rank: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dialect:
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Dialect(ByFields):
     """How one trainer lays a checkpoint out.
 
     Args:
