@@ -5,11 +5,14 @@ Runs in the job, on the model itself. The result is the JSON of flat_layout.py.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ..engine.flat.flat_layout import Flat, FlatLayout, FlatPart, to_json
 from ..errors import Unsupported, argument
 from ..index.fqns import WRAPPERS
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["describe_fsdp1"]
 
@@ -20,7 +23,7 @@ def _strip_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part and part not in WRAPPERS)
 
 
-def describe_fsdp1(model: Any, optimizer: Any = None) -> dict[str, object]:
+def describe_fsdp1(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, object]:
     """Describe the flat parameters of a live FSDP1 model, which its checkpoints do not, for --flat-layout. To be called
     on one rank.
 

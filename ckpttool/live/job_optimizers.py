@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "OWN_FLAGS",
     "OptimizerList",
+    "ParamGroup",
     "Plans",
     "create_optimizer_state",
     "get_saved_groups_and_state",
@@ -31,8 +32,10 @@ __all__ = [
 
 #: Options that choose an implementation of the optimizer and not its result: never loaded, never compared.
 OWN_FLAGS = frozenset(("foreach", "fused", "capturable", "differentiable"))
+#: A param group as torch has it: {option: value}.
+ParamGroup = dict[str, Any]
 #: [(live param group, the checkpoint's group with its options)]
-Plans = Sequence[tuple[dict[str, Any], dict[str, Any]]]
+Plans = Sequence[tuple[ParamGroup, ParamGroup]]
 
 
 def list_optimizers(optimizer: Optimizers) -> tuple[Any, ...]:
@@ -57,18 +60,18 @@ def list_optimizers(optimizer: Optimizers) -> tuple[Any, ...]:
     return found
 
 
-class OptimizerList(list[Any]):
+class OptimizerList(list["torch.optim.Optimizer"]):
     """Several optimizers, each over its own parameters (Muon beside AdamW), which step together. torch's get_state_dict
     and ckpttool.load take it as the list that it is."""
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[ParamGroup]:
         """Return the param groups of all optimizers in one list, in the order in which torch's get_state_dict
         numbers them."""
         return [group for optimizer in self for group in optimizer.param_groups]
 
     @property
-    def state(self) -> Mapping[Any, Any]:
+    def state(self) -> Mapping[torch.Tensor, dict[str, object]]:
         """Return {parameter: state} of all optimizers."""
         return {p: state for optimizer in self for p, state in optimizer.state.items()}
 
@@ -83,13 +86,13 @@ class OptimizerList(list[Any]):
             optimizer.zero_grad()
 
 
-def map_parameters_to_optimizers(optimizers: Iterable[Any]) -> dict[int, Any]:
+def map_parameters_to_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, torch.optim.Optimizer]:
     """Return {id() of a parameter: its optimizer}.
 
     Raises:
         UsageError: a parameter is in two of the optimizers.
     """
-    out: dict[int, Any] = {}
+    out: dict[int, torch.optim.Optimizer] = {}
     for optimizer in optimizers:
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             if out.setdefault(id(p), optimizer) is not optimizer:
@@ -99,13 +102,13 @@ def map_parameters_to_optimizers(optimizers: Iterable[Any]) -> dict[int, Any]:
     return out
 
 
-def select_loaded_options(group: Mapping[str, object]) -> dict[str, Any]:
+def select_loaded_options(group: Mapping[str, object]) -> ParamGroup:
     """Return {name: value} of the options of a param group that a checkpoint may set: all but its parameters, their
     names, and `OWN_FLAGS`."""
     return {k: v for k, v in group.items() if k not in OWN_FLAGS and k not in ("params", "param_names")}
 
 
-def get_saved_groups_and_state(optimizer: Any) -> tuple[list[Mapping[str, Any]], dict[int, Any]]:
+def get_saved_groups_and_state(optimizer: torch.optim.Optimizer) -> tuple[list[ParamGroup], dict[int, Any]]:
     """Return (param groups, {id() of a parameter: its state}) as an optimizer would save them, from its
     state_dict(). If that has an unusual form, return the optimizer's live groups and state instead."""
     saved, groups = optimizer.state_dict(), optimizer.param_groups
@@ -146,7 +149,7 @@ def _copy_mutable(x: Any) -> Any:
     return deepcopy(x) if isinstance(x, (dict, list, set, deque)) else x
 
 
-def set_options(group: dict[str, object], stored: Mapping[str, object]) -> dict[str, Any]:
+def set_options(group: dict[str, object], stored: Mapping[str, object]) -> ParamGroup:
     """Set the options of a param group to those of a checkpoint, converted to the types that the group has, and return
     {name: value} of what was set.
 

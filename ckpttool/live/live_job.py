@@ -23,12 +23,13 @@ import torch
 
 from ..errors import Differs, DoesNotFit, Unsupported, UsageError, argument
 from ..formats.pickles import short
-from ..index.checkpoint import TensorEntry, Value, joined, same_bytes
+from ..index.checkpoint import Path, TensorEntry, Value, joined, same_bytes
 from ..index.fqns import strip_wrappers
 from ..index.trees import nest
 from ..printable import list_first
 from . import job_optimizers
 from .collectives import broadcast_bytes, get_rank_and_world_size, run_on_all_ranks
+from .job_optimizers import ParamGroup
 from .live_values import Keys, find_first_difference, fit_to_live, has_no_leaves, iterate_leaves, set_value_at
 from .plain_values import to_torch_dtype
 from .reader import LiveReader, ReadRequest
@@ -91,16 +92,16 @@ class LiveJob:
             elif e.component == "model" and isinstance(e, TensorEntry):
                 self.stored[text] = n
         self.wanted: dict[str, Any] = {}
-        self.rest: dict[str, Any] = {}
+        self.rest: dict[str, object] = {}
         self.step: int | None = None
         self._scheduler_state: Any = None
         self._extra_state: dict[str, object] = {}  # FQN -> what set_extra_state() gets
-        self._trained: list[tuple[Any, str]] = []  # (parameter, FQN that has its state)
+        self._trained: list[tuple[torch.nn.Parameter, str]] = []  # (parameter, FQN that has its state)
         self._leaves: dict[
             str, dict[str, tuple[Keys, object]]
         ] = {}  # FQN -> leaf of the live state -> (path, what is there)
-        self._data: dict[tuple[str, str], Any] = {}  # (FQN, leaf): what was stored, of leaves that are no tensors
-        self._options: list[tuple[dict[str, Any], dict[str, Any]]] = []  # (live param group, options that it must have)
+        self._data: dict[tuple[str, str], object] = {}  # (FQN, leaf): what was stored, of leaves that are no tensors
+        self._options: list[tuple[ParamGroup, ParamGroup]] = []  # (live param group, options that it must have)
         self._undo: list[Callable[[], None]] = []
 
     def share_small(self) -> None:
@@ -166,7 +167,7 @@ class LiveJob:
             if self.opened.names.find(name) != name:
                 raise Unsupported(f'"{name}" is not in {self.opened.path}.', code="CKPT0338")
 
-    def _iterate_leaf_names(self, tree: Any, path: tuple[str, ...]) -> Iterator[str]:
+    def _iterate_leaf_names(self, tree: Mapping[str, object], path: tuple[str, ...]) -> Iterator[str]:
         """Yield the dotted names of the leaves of a nested state dict; `path` are the keys under which it lies in a
         larger one."""
         for key, x in tree.items():
@@ -190,7 +191,7 @@ class LiveJob:
             problems.append(f"the model has {_list_names(missing)}, which the checkpoint lacks.")
         if surplus:
             problems.append(f"the checkpoint has {_list_names(surplus)}, which the model lacks.")
-        model: dict[str, Any] = {}
+        model: dict[str, torch.Tensor] = {}
         for fqn, t in self.live.items():
             if fqn not in self.stored:
                 continue
@@ -272,7 +273,7 @@ class LiveJob:
                 del model[other]
         return problems
 
-    def _read_local_part(self, fqn: str) -> Any:
+    def _read_local_part(self, fqn: str) -> torch.Tensor:
         """Return this rank's part of a tensor of the checkpoint, by its FQN in the model, in new memory and the
         checkpoint's dtype."""
         live = self.live[fqn]
@@ -326,7 +327,7 @@ class LiveJob:
         problems: list[str] = []
         without: list[str] = []
         used: set[str] = set()
-        plans: list[tuple[Any, int | None]] = []
+        plans: list[tuple[ParamGroup, int | None]] = []
         for k, group in enumerate(g for o in self.optimizers for g in o.param_groups):
             found: dict[int, str] = {}
             for p in group["params"]:
@@ -391,10 +392,10 @@ class LiveJob:
                 )
         return problems
 
-    def _read_groups(self) -> dict[int, dict[str, Any]]:
+    def _read_groups(self) -> dict[int, ParamGroup]:
         """Read the checkpoint's param groups: {number of a group: {option: value}}."""
         options = {n: e for n, e in self.entries.items() if e.option is not None}
-        leaves: dict[int, dict[Any, Any]] = {}
+        leaves: dict[int, dict[Path, object]] = {}
         for name, x in self._read_entries(options).items():
             path = options[name].path
             leaves.setdefault(int(path[2]), {})[path[3:]] = x
@@ -458,7 +459,7 @@ class LiveJob:
             for p in [p for p in optimizer.state if id(p) not in wanted]:
                 del optimizer.state[p]
         problems: list[str] = []
-        slots: dict[str, dict[str, Any]] = {}
+        slots: dict[str, dict[str, object]] = {}
         for p, fqn in self._trained:
             found = iterate_leaves(self._owner[id(p)].state[p], state[fqn])
             self._leaves[fqn] = {name: (path, x) for name, path, x in found}
@@ -602,7 +603,7 @@ class LiveJob:
                 code="CKPT0504",
             )
 
-    def _load_scheduler(self, state: dict[str, Any]) -> None:
+    def _load_scheduler(self, state: dict[str, object]) -> None:
         """Let the scheduler load its state.
 
         Raises:

@@ -10,9 +10,12 @@ import struct
 from collections import Counter, deque
 from collections.abc import Container, Iterator, Mapping, MutableMapping
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..index.checkpoint import joined
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Keys", "find_first_difference", "fit_to_live", "has_no_leaves", "iterate_leaves", "set_value_at"]
 
@@ -56,7 +59,7 @@ def fit_to_live(stored: object, live: object) -> Any:
         return _make_container_like(live, items)
     if isinstance(live, torch.Tensor):
         if isinstance(stored, (bool, int, float)) or (isinstance(stored, torch.Tensor) and stored.numel() == 1):
-            number: Any = torch.as_tensor(stored, dtype=live.dtype, device=live.device)
+            number: torch.Tensor = torch.as_tensor(stored, dtype=live.dtype, device=live.device)
             return number.reshape(live.shape) if live.numel() == 1 else number
         return _move_like(stored, live) if isinstance(stored, torch.Tensor) else stored
     if isinstance(stored, torch.Tensor) and type(live) in (bool, int, float) and stored.numel() == 1:
@@ -64,7 +67,7 @@ def fit_to_live(stored: object, live: object) -> Any:
     return stored
 
 
-def _move_like(stored: Any, live: Any) -> object:
+def _move_like(stored: Tensor, live: Tensor) -> object:
     """Return a complete tensor on the device of the live tensor; if that is a DTensor, as a DTensor with the same
     mesh and placements."""
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -99,7 +102,7 @@ def _parse_key(kind: type, text: str) -> object:
     return key if str(key) == text else text
 
 
-def _make_container_like(live: Any, items: Any) -> object:
+def _make_container_like(live: object, items: Any) -> object:
     """Return the items in a container of the live object's class, with its settings (a deque's length, a default
     factory).
 
@@ -205,7 +208,7 @@ def _join_name(name: str, key: object) -> str:
     return f"{name}.{key}" if name else str(key)
 
 
-def _is_same_tensor(a: Any, b: Any) -> bool:
+def _is_same_tensor(a: Tensor, b: Tensor) -> bool:
     """Tell whether two tensors have equal dtype, shape and bits, on whatever device; of two DTensors, the shards of
     this rank."""
     import torch

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -241,8 +240,8 @@ class TensorLoader:
         self.bytes_read = 0
         self._local = threading.local()
         self._lock = threading.Lock()
-        self._streams: dict[Any, Any] = {}
-        self._events: list[Any] = []
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._events: list[torch.cuda.Event] = []
 
     def run(self, pieces: list[ReadPiece], progress: Progress | None) -> None:
         """Read all pieces into their places; everything has arrived when it returns, on GPUs too.
@@ -307,15 +306,16 @@ class TensorLoader:
                 for p, a in zip(staged, at, strict=True):
                     self._copy_to_target(p, buffer, a)
 
-    def _copy_to_target(self, p: ReadPiece, buffer: Any, a: int) -> None:
+    def _copy_to_target(self, p: ReadPiece, buffer: Tensor | None, a: int) -> None:
         """Copy a piece from the staging buffer, where it begins at byte `a`, to its target. For a GPU the bytes are
         moved first, and cast and reordered there."""
+        assert buffer is not None
         raw = buffer[a : a + p.length]
         if p.target.device.type == "cuda":
             raw = raw.to(p.target.device, non_blocking=True)
         p.target.copy_(raw.view(to_torch_dtype(p.dtype)).as_strided(p.target.shape, p.strides))
 
-    def _get_staging_buffer(self, device: object, n: int) -> tuple[Any, Any]:
+    def _get_staging_buffer(self, device: object, n: int) -> tuple[Tensor, torch.cuda.Event | None]:
         """Return (a staging buffer of this thread, an event of CUDA after which it may be used again); the event is
         None without a GPU.
 
@@ -330,7 +330,7 @@ class TensorLoader:
             return known, None
         ring = self._local.__dict__.setdefault("ring", {}).setdefault(device, [])
         if len(ring) < 2:
-            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             with self._lock:
                 self._events.append(event)
             ring.append((torch.empty(max(n, self.tuning.stage_bytes), dtype=torch.uint8, pin_memory=True), event))

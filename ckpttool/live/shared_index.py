@@ -229,7 +229,7 @@ def open_index_together(
     return out, next((kind(text) for kind, text in filter(None, problems)), None)
 
 
-def _identify_place(path: str | os.PathLike[str]) -> tuple[Any, ...]:
+def _identify_place(path: str | os.PathLike[str]) -> tuple[object, ...]:
     """Return a tuple that is equal on two ranks if both see the same folder or file under the path: (URL,), or (real
     path, time of its last change in ns), or (path, errno) if it cannot be accessed."""
     text = os.fspath(path)
@@ -294,7 +294,7 @@ def _unpack_opened(path: str | os.PathLike[str], packed: bytes) -> tuple[opening
 def _pack_entries(tensors: Mapping[str, TensorEntry]) -> bytes:
     """Return the entries {canonical name: entry} as bytes, pickled as few objects: the numbers of all chunks are in
     five columns."""
-    rows: list[tuple[Any, ...]] = []
+    rows: list[tuple[object, ...]] = []
     columns = {k: array("q") for k in _COLUMNS}
     for name, t in tensors.items():
         c = t.chunks

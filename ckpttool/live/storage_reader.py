@@ -81,7 +81,7 @@ def storage_reader(
     from .shared_index import open_alone, open_together
     from .torch_reader import AnyLayoutReader
 
-    def open_path(at: Any) -> opening.OpenCheckpoint:
+    def open_path(at: str | os.PathLike[str]) -> opening.OpenCheckpoint:
         """Open a checkpoint as the first one: on this rank or, with `shared`, together with the others."""
         return (open_together if shared else open_alone)(at, options, ignore_recorded_digests)
 

@@ -45,7 +45,7 @@ class _Share(NamedTuple):
     names: Sequence[str]
 
 
-class EntriesByAnyName(dict[str, Any]):
+class EntriesByAnyName(dict[str, TensorStorageMetadata | BytesStorageMetadata]):
     """Entries by canonical name; other names are looked up as `NameLookup` understands them."""
 
     def __init__(self, names: NameLookup) -> None:
@@ -81,7 +81,7 @@ class AnyLayoutReader(StorageReader):
         path: str | os.PathLike[str],
         opened: OpenCheckpoint,
         progress: Progress | None,
-        open_other: Callable[[Any], OpenCheckpoint] | None = None,
+        open_other: Callable[[str | os.PathLike[str]], OpenCheckpoint] | None = None,
     ) -> None:
         super().__init__()
         self._open_other, self._progress = open_other, progress
@@ -107,7 +107,7 @@ class AnyLayoutReader(StorageReader):
         """Return the reader of the open checkpoint."""
         return self._open
 
-    def reset(self, checkpoint_id: Any = None, *args: object, **kwargs: object) -> None:
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None, *args: object, **kwargs: object) -> None:
         """Open another checkpoint if torch gives another path; called by torch at the beginning of a load. None, or the
         path that is open, changes nothing."""
         if self._open_other is not None and checkpoint_id is not None and os.fspath(checkpoint_id) != self._open.path:
@@ -115,7 +115,7 @@ class AnyLayoutReader(StorageReader):
             self._open = LiveReader(checkpoint_id, self._open_other(checkpoint_id), self._progress)
 
     # No parameter is called kwargs: torch would take an error here for a missing .metadata and ask again.
-    def read_metadata(self, *_: object, **__: object) -> Any:
+    def read_metadata(self, *_: object, **__: object) -> Metadata:
         """Return torch's Metadata, in which every tensor is one chunk and every value is bytes. Its entries are
         found by any name that a job may use."""
         ckpt = self._open.ckpt
@@ -125,7 +125,7 @@ class AnyLayoutReader(StorageReader):
             dict.__setitem__(entries, name, BytesStorageMetadata())
             paths[name] = value.path
         described: dict[
-            object, object
+            object, TensorStorageMetadata
         ] = {}  # one for all of a kind: a hundred thousand objects are a second for the collector
         for name, t in ckpt.tensors.items():
             kind = (t.dtype, t.shape)
@@ -259,7 +259,7 @@ class AnyLayoutReader(StorageReader):
         live = live if isinstance(live, dict) else {}
         wanted: list[ReadRequest] = []
         commit: list[tuple[ReadItem, Tensor]] = []
-        later: list[tuple[ReadItem, Any, Any]] = []
+        later: list[tuple[ReadItem, Tensor, object]] = []
         for item in items:
             name, entry = self._open.entry(item.storage_index.fqn)
             if item.type != LoadItemType.BYTE_IO:
