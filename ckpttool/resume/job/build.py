@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from ...engine.opening import OpenCheckpoint
 from ...errors import Unsupported, UsageError, argument
 from ...index.checkpoint import Checkpoint
-from ...live.job_optimizers import OWN_FLAGS, OptimizerList, list_optimizers
+from ...live.job_optimizers import OWN_FLAGS, OptimizerList, ParamGroup, list_optimizers
 from ...printable import count_noun
 from ..request import RunSettings
 from ..trace.live_facts import list_dropouts, named_parameters
@@ -42,7 +42,15 @@ from .user_job import call_build
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    #: A micro-batch: {"input_ids": tensor (rows, tokens), ...}.
+    Batch = Mapping[str, torch.Tensor]
+    #: (loss summed over the tokens that count, their number, logits or None)
+    SummedLoss = tuple[Any, torch.Tensor, torch.Tensor | None]
+    LossFunction = Callable[[nn.Module, Batch], SummedLoss]
 
 __all__ = ["Job", "build_job"]
 
@@ -59,22 +67,22 @@ class Job:
     first copy.
     """
 
-    model: Any
+    model: torch.nn.Module
     optimizer: Any
     scheduler: Any
-    data: Any
-    loss: Callable[[Any, Mapping[str, Any]], tuple[Any, Any, Any]]
+    data: object
+    loss: LossFunction
     rank: int
     world: int
     scale: float
     vocabulary: int | None
     notes: list[str]
     dropout_off: float = 0.0
-    own_loss: Any = None
+    own_loss: Callable[..., object] | None = None
     random: bool = False
     copied_bytes: int = 0
     peak_before_copies: tuple[int, int] | None = None
-    save: Any = None
+    save: Callable[[str, int], object] | None = None
 
     @property
     def scheduler_waits(self) -> bool:
@@ -228,13 +236,13 @@ def _nest_under_prefix(model: torch.nn.Module, settings: RunSettings) -> Any:
         )
 
     class Below(nn.Module):
-        def __init__(self, name: str, inner: Any) -> None:
+        def __init__(self, name: str, inner: nn.Module) -> None:
             """Put the module `inner` under a name; its forward and its signature are those of `inner`."""
             super().__init__()
             self.add_module(name, inner)
             self.__dict__["inner"] = inner
 
-            def forward(*args: Any, **more: object) -> Any:
+            def forward(*args: object, **more: object) -> object:
                 return inner(*args, **more)
 
             forward.__signature__ = inspect.signature(inner.forward)  # type: ignore[attr-defined]
@@ -265,7 +273,7 @@ def _explain_build_error(folder: str, e: Exception) -> str:
     )
 
 
-def _build_model_from_config(settings: RunSettings) -> tuple[Any, float]:
+def _build_model_from_config(settings: RunSettings) -> tuple[torch.nn.Module, float]:
     """Build the model of `settings.config` on the meta device.
 
     Returns:
@@ -323,7 +331,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
     original = nn.Module.register_parameter
 
-    def register(self: Any, name: str, param: Any) -> None:
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         original(self, name, param)
         if param is not None and param.device.type != "meta":
             self._parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
@@ -378,7 +386,7 @@ def _is_distributed_model(model: torch.nn.Module) -> bool:
     return isinstance(model, DistributedDataParallel) or any(hasattr(p, "_local_tensor") for p in model.parameters())
 
 
-def _list_repeated_blocks(model: torch.nn.Module) -> list[Any]:
+def _list_repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     """List the modules to shard one by one, such as transformer layers; those that share a parameter are left out."""
     from torch import nn
 
@@ -422,7 +430,7 @@ def _shard_model(model: torch.nn.Module, mesh: DeviceMesh, settings: RunSettings
     fully_shard(model, **options)
 
 
-def _enable_activation_checkpointing(model: Any, blocks: list[object]) -> None:
+def _enable_activation_checkpointing(model: Any, blocks: list[nn.Module]) -> None:
     """Let a model recompute the activations of its blocks in the backward pass."""
     if hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -446,7 +454,7 @@ def _apply_tensor_parallelism(model: torch.nn.Module, mesh: DeviceMesh) -> None:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    styles: dict[str, Callable[[], Any]] = {
+    styles: dict[str, Callable[[], ParallelStyle]] = {
         "colwise": ColwiseParallel,
         "rowwise": RowwiseParallel,
         "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
@@ -493,7 +501,7 @@ def _materialise_model(model: Any, settings: RunSettings) -> None:
             "with buffers on the CPU (torch.device('meta') makes both).",
             code="CKPT0339",
         )
-    tied: dict[int, list[tuple[Any, str]]] = {}
+    tied: dict[int, list[tuple[torch.nn.Module, str]]] = {}
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is not None:
@@ -501,7 +509,7 @@ def _materialise_model(model: Any, settings: RunSettings) -> None:
     ours = settings.device if settings.device == "cpu" else f"cuda:{torch.cuda.current_device()}"
     home = "cpu" if settings.cpu_offload else ours
 
-    def there(t: torch.Tensor) -> Any:
+    def there(t: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(t, device=home) if t.device.type == "meta" else t.to(home)
 
     model._apply(there)
@@ -539,10 +547,10 @@ def _set_gradient_summing(model: torch.nn.Module, world: int) -> float:
 # ----------------------------------------------------------------------------------------------------------- optimizer
 
 
-def _list_stored_param_groups(ckpt: Checkpoint) -> list[dict[str, Any]]:
+def _list_stored_param_groups(ckpt: Checkpoint) -> list[ParamGroup]:
     """List the param groups of a checkpoint as {option: value}, with FQNs under "params"; groups without FQNs are
     left out."""
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[int, ParamGroup] = {}
     for v in ckpt.values.values():
         if v.is_param_group and len(v.path) == 4:
             found.setdefault(v.group, {})[str(v.path[3])] = v.data
@@ -550,7 +558,7 @@ def _list_stored_param_groups(ckpt: Checkpoint) -> list[dict[str, Any]]:
     return [g for g in groups if all(isinstance(n, str) for n in g["params"])]
 
 
-def _build_optimizer(model: torch.nn.Module, ckpt: Checkpoint, notes: list[str]) -> Any:
+def _build_optimizer(model: torch.nn.Module, ckpt: Checkpoint, notes: list[str]) -> torch.optim.Optimizer:
     """Build the Adam, AdamW or SGD optimizer that a checkpoint's slots (tensors kept for each parameter) and options
     fit.
 
@@ -568,7 +576,7 @@ def _build_optimizer(model: torch.nn.Module, ckpt: Checkpoint, notes: list[str])
     adam = {"exp_avg", "exp_avg_sq"} <= slots <= {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
     if (adam and ("amsgrad" in options or not torchs)) or (not slots and ("betas" in options or not options)):
         coupled = any(g.get("decoupled_weight_decay") is False for g in groups)
-        cls: Any = torch.optim.Adam if coupled else torch.optim.AdamW
+        cls: type[torch.optim.Adam | torch.optim.SGD] = torch.optim.Adam if coupled else torch.optim.AdamW
     elif slots <= {"momentum_buffer"} and ("momentum" in options or slots):
         cls = torch.optim.SGD
     else:
@@ -613,7 +621,7 @@ def _replace_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, st
 # ---------------------------------------------------------------------------------------------------------------- loss
 
 
-def _make_loss_function(given: Any, causal: bool) -> Callable[[Any, Mapping[str, Any]], tuple[Any, Any, Any]]:
+def _make_loss_function(given: Any, causal: bool) -> LossFunction:
     """Return loss(model, batch), which returns (loss summed over tokens, number of tokens, logits or None).
 
     Args:
@@ -624,7 +632,7 @@ def _make_loss_function(given: Any, causal: bool) -> Callable[[Any, Mapping[str,
     import torch
     import torch.nn.functional as F
 
-    def language(model: torch.nn.Module, batch: Mapping[str, Any]) -> tuple[object, object, object]:
+    def language(model: torch.nn.Module, batch: Batch) -> SummedLoss:
         """Compute (sum of the cross-entropy of next tokens, number of tokens, logits), or from the model's own mean
         loss, then without logits."""
         labels = batch.get("labels", batch["input_ids"])
@@ -650,7 +658,7 @@ def _make_loss_function(given: Any, causal: bool) -> Callable[[Any, Mapping[str,
             )
         return mean * count, count, None
 
-    def own(model: torch.nn.Module, batch: Mapping[str, object]) -> tuple[Any, Any, Any]:
+    def own(model: torch.nn.Module, batch: Batch) -> SummedLoss:
         """Call the loss of build(), and check what it returns."""
         out = given(model, batch)
         if not isinstance(out, tuple) or len(out) not in (2, 3):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...engine.opening import OpenCheckpoint
 from ...errors import Unsupported, argument
@@ -17,6 +17,9 @@ from ...extras import require_packages
 from ...huggingface import lora, model_files
 from ...storage.source import Source
 from ..request import RunSettings
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["add_lora_layers"]
 
@@ -42,7 +45,7 @@ _FIELDS = (
 )
 
 
-def add_lora_layers(model: Any, settings: RunSettings, opened: OpenCheckpoint) -> Any:
+def add_lora_layers(model: torch.nn.Module, settings: RunSettings, opened: OpenCheckpoint) -> torch.nn.Module:
     """Return a model with the LoRA layers of the checkpoint; the model itself where the checkpoint holds none.
 
     adapter_config.json is looked for in the folder of `settings.config`, and where ckpttool looks for that of any

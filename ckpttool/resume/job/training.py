@@ -41,7 +41,7 @@ class OptimizerStepError(Exception):
         self.error = error
 
 
-def _stack_rows(rows: batches.Rows, first: int, last: int, device: torch.device) -> dict[str, Any]:
+def _stack_rows(rows: batches.Rows, first: int, last: int, device: torch.device) -> dict[str, Tensor]:
     """Stack the samples first..last - 1 into a batch {name: tensor (samples, ...)} on a device. `rows` gives the sample
     of an index."""
     import torch
@@ -50,7 +50,7 @@ def _stack_rows(rows: batches.Rows, first: int, last: int, device: torch.device)
     return {k: torch.stack([torch.as_tensor(s[k]) for s in samples]).to(device) for k in samples[0]}
 
 
-def _get_device(settings: RunSettings) -> Any:
+def _get_device(settings: RunSettings) -> torch.device:
     """Return this rank's torch.device: its current GPU, or the CPU."""
     import torch
 
@@ -199,7 +199,7 @@ def train_step(job: Job, rows: batches.Rows, step: int, settings: RunSettings) -
 def _accumulate_gradients(
     job: Job,
     first_rows: Sequence[int],
-    data: Sequence[tuple[dict[str, object], bool]],
+    data: Sequence[tuple[dict[str, Tensor], bool]],
     known: _StepBatch,
     step: int,
     settings: RunSettings,
@@ -274,7 +274,7 @@ def _seed_generators(seed: int, row: int) -> None:
     random.seed(number)
 
 
-def _read_generator_states(settings: RunSettings) -> Any:
+def _read_generator_states(settings: RunSettings) -> tuple[object, ...]:
     """Return the states of all generators that a forward pass may use, in a form that only serves for ==
     comparisons."""
     import numpy as np
@@ -293,7 +293,7 @@ class _StepBatch(NamedTuple):
     fields: dict[str, Any]
 
 
-def _gather_batch(data: list[tuple[dict[str, object], bool]], settings: RunSettings) -> _StepBatch:
+def _gather_batch(data: list[tuple[dict[str, Tensor], bool]], settings: RunSettings) -> _StepBatch:
     """Gather the numbers that a loss may divide by, and the digests, of a step's batch from all ranks. A collective.
 
     Args:
@@ -310,7 +310,7 @@ def _gather_batch(data: list[tuple[dict[str, object], bool]], settings: RunSetti
     return _StepBatch([max(1, n) for n in totals], batches.make_batch_fields([p[1] for p in parts]))
 
 
-def _list_possible_counts(batch: Mapping[str, Any]) -> list[int]:
+def _list_possible_counts(batch: Mapping[str, Tensor]) -> list[int]:
     """List the numbers of tokens or samples of a micro-batch that a loss may divide by, in the same order for every
     batch.
 
@@ -327,7 +327,7 @@ def _list_possible_counts(batch: Mapping[str, Any]) -> list[int]:
     return [*out, rows]
 
 
-def _find_loss_divisor(count: float, batch: Mapping[str, object], passes: int, step: _StepBatch) -> float:
+def _find_loss_divisor(count: float, batch: Mapping[str, Tensor], passes: int, step: _StepBatch) -> float:
     """Return the number by which the job's own loss divides a whole step, from what it counted in one micro-batch.
 
     A collective. In bfloat16 a gradient must be divided by that number before the backward pass: dividing by another

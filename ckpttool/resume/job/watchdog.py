@@ -21,7 +21,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import IO, Any
+from types import FrameType
+from typing import IO
 
 from ...errors import RankLost, argument
 
@@ -255,7 +256,7 @@ def _read_cpu_seconds() -> float:
         return 0.0
 
 
-def _inspect_stack(frame: Any) -> tuple[str, list[str]]:
+def _inspect_stack(frame: FrameType | None) -> tuple[str, list[str]]:
     """Return (function of the collective that a thread waits in, its frames), from its innermost frame.
 
     The first is "" if it waits in none. At most 12 frames are returned, innermost first. `frame` is None if there is

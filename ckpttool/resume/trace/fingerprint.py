@@ -195,7 +195,7 @@ def _has_rank_0(mesh: DeviceMesh, rank: int) -> bool:
     return bool((mesh.mesh == 0).any())
 
 
-def sum_over_ranks(values: Sequence[float], *, integers: bool, device: device | str) -> list[Any]:
+def sum_over_ranks(values: Sequence[float], *, integers: bool, device: device | str) -> list[float]:
     """Sum numbers over all ranks, each with those at the same position; every rank passes as many. A collective.
 
     Args:

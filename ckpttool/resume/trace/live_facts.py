@@ -16,7 +16,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from ...live.collectives import gather_objects
-from ...live.job_optimizers import OWN_FLAGS
+from ...live.job_optimizers import OWN_FLAGS, OptimizerList, ParamGroup
 from ...live.live_values import iterate_leaves
 from .fingerprint import get_local_shard, is_counted_on_this_rank, sum_over_ranks
 from .numerics import read_numerics
@@ -68,10 +68,10 @@ class StepNorms:
         self.grad_sketches = self.update_sketches = ""
         self.copied_bytes = 0
         self.trouble: str | None = None
-        self._old: dict[str, Any] = {}
+        self._old: dict[str, torch.Tensor] = {}
         self._alike: bool | None = None
 
-    def parameters(self) -> dict[str, Any]:
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return {FQN: parameter} of the trained parameters, tied ones once."""
         return {n: p for n, p in named_parameters(self.model).items() if p.requires_grad}
 
@@ -93,13 +93,15 @@ class StepNorms:
     def measure_updates(self) -> None:
         """Measure how far the parameters are from their copy, into `updates` and `update_sketches`. A collective."""
 
-        def moved(n: str, p: torch.Tensor) -> Any:
+        def moved(n: str, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             new, old = get_local_shard(p), self._old.pop(n)
             return p, new.double() - old.double() if new.element_size() == 8 else new.float() - old.float()
 
         self.updates, self.update_sketches = self._measure(moved)
 
-    def _measure(self, part: Callable[[str, Any], tuple[Any, Any] | None]) -> tuple[dict[str, float], str]:
+    def _measure(
+        self, part: Callable[[str, torch.nn.Parameter], tuple[torch.Tensor, torch.Tensor] | None]
+    ) -> tuple[dict[str, float], str]:
         """Compute norms and sketches of a tensor for each trained parameter. A collective.
 
         Args:
@@ -166,7 +168,9 @@ def compute_total_norm(norms: Mapping[str, float]) -> float:
     return float(sum(v * v for v in norms.values()) ** 0.5)
 
 
-def collect_named_state(model: Any, optimizer: Any = None) -> dict[str, Any]:
+def collect_named_state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | OptimizerList | None = None
+) -> dict[str, torch.Tensor]:
     """Return {canonical name: tensor} of a live job: parameters, persistent buffers, and the optimizer's tensors.
 
     The optimizer's tensors are left out if `optimizer` is None.
@@ -184,7 +188,7 @@ def collect_named_state(model: Any, optimizer: Any = None) -> dict[str, Any]:
     return out
 
 
-def named_parameters(model: Any) -> dict[str, Any]:
+def named_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Return {FQN: parameter}, tied ones once; FQNs are without the parts that wrappers such as DDP add."""
     from ...index.fqns import strip_wrappers
 
@@ -193,7 +197,7 @@ def named_parameters(model: Any) -> dict[str, Any]:
     return {clean[n]: p for n, p in found.items()}
 
 
-def to_plain_param_groups(model: torch.nn.Module, optimizer: Any) -> list[dict[str, Any]]:
+def to_plain_param_groups(model: torch.nn.Module, optimizer: torch.optim.Optimizer | OptimizerList) -> list[ParamGroup]:
     """Return the optimizer's param groups as plain data: {option: value}, with a list of FQNs under "params".
 
     A parameter that the model does not have is "?".
@@ -236,14 +240,14 @@ def list_tied_names(model: torch.nn.Module) -> list[list[str]]:
 def read_model_config(model: torch.nn.Module) -> dict[str, Any] | None:
     """Return the configuration of a transformers model as plain data; None for a model without one."""
     inner = getattr(model, "module", model)
-    config: Any = getattr(inner, "config", None)
+    config: object = getattr(inner, "config", None)
     if not hasattr(config, "to_dict"):
         return None
     plain: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
     return plain
 
 
-def read_one_element_values(tensors: Mapping[str, Any]) -> dict[str, float]:
+def read_one_element_values(tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Return {name: value} of the tensors that have one element and are neither sharded nor complex."""
     return {
         n: float(t.item())
@@ -252,7 +256,9 @@ def read_one_element_values(tensors: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def read_optimizer_numbers(model: torch.nn.Module, optimizer: Any) -> dict[str, float]:
+def read_optimizer_numbers(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | OptimizerList
+) -> dict[str, float]:
     """Return {canonical name: number} of the plain numbers in the optimizer's state, such as the steps of some
     optimizers.
 
@@ -266,7 +272,7 @@ def read_optimizer_numbers(model: torch.nn.Module, optimizer: Any) -> dict[str, 
     }
 
 
-def read_held_values(model: Any, scheduler: Any) -> dict[str, object]:
+def read_held_values(model: torch.nn.Module, scheduler: Any) -> dict[str, object]:
     """Return {name: plain value, or mark of an array} of the state of a scheduler and of the modules' extra states.
 
     Names are such as "scheduler.milestones.[3]", with brackets around a key that is not text. `scheduler` is None if
@@ -275,7 +281,7 @@ def read_held_values(model: Any, scheduler: Any) -> dict[str, object]:
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     state = get_model_state_dict(model)
-    states: dict[tuple[str, ...], Any] = {("model", n): x for n, x in state.items() if n.endswith("_extra_state")}
+    states: dict[tuple[str, ...], object] = {("model", n): x for n, x in state.items() if n.endswith("_extra_state")}
     if scheduler is not None:
         states["scheduler",] = scheduler.state_dict()
     found = collect_side_state({path: _with_bracketed_keys(x) for path, x in states.items()})
@@ -294,12 +300,12 @@ def has_dropout(model: torch.nn.Module) -> bool:
     return any(p > 0 for _, _, p in list_dropouts(model))
 
 
-def list_dropouts(model: Any) -> list[tuple[Any, str, float]]:
+def list_dropouts(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, float]]:
     """List (module, attribute, probability) of every dropout: of torch's modules, and of attributes named "drop" of
     others."""
     from torch.nn.modules.dropout import _DropoutNd
 
-    out = []
+    out: list[tuple[torch.nn.Module, str, float]] = []
     for module in model.modules():
         if isinstance(module, _DropoutNd):
             out.append((module, "p", float(module.p)))
@@ -314,7 +320,7 @@ def list_dropouts(model: Any) -> list[tuple[Any, str, float]]:
 _KNOWN_LOADERS = ("torch", "transformers", "peft", "ckpttool")
 
 
-def list_own_load_functions(model: torch.nn.Module, optimizers: Iterable[Any]) -> list[str]:
+def list_own_load_functions(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[str]:
     """List the job's own functions that torch calls to load state dicts, and that `ckpttool.load` does not call.
 
     These are load_state_dict and _load_from_state_dict of classes, and hooks, of modules and optimizers; a hook is
@@ -376,7 +382,7 @@ def describe_environment(device: str | None = None) -> EnvironmentRecord:
         out["numerics"] = read_numerics()
         out["cuda"] = torch.version.cuda
         if torch.distributed.is_nccl_available():
-            version: Any = torch.cuda.nccl.version
+            version: Callable[[], Iterable[object]] = torch.cuda.nccl.version
             out["nccl"] = ".".join(map(str, version()))
     return out
 
@@ -397,7 +403,7 @@ def _find_version(package: str) -> str | None:
         return None
 
 
-def choose_collective_device(model: Any) -> Any:
+def choose_collective_device(model: torch.nn.Module) -> torch.device:
     """Return the torch.device for collectives: that of the parameters, or with NCCL this rank's GPU if they are on
     the CPU."""
     import torch

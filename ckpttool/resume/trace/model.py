@@ -25,7 +25,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -397,7 +397,7 @@ def _parse_floats(x: Any) -> dict[str, float]:
 
 
 #: The types of the recorded fields that are compared.
-_KINDS: dict[str, Any] = {
+_KINDS: dict[str, Callable[[Any], object]] = {
     "world_size": int,
     "global_batch": int,
     "micro_batch": int,

@@ -103,7 +103,7 @@ def name_missing_kernel() -> Iterator[None]:
         ) from e
 
 
-def _collect_non_persistent_buffers(model: Any) -> dict[str, Any]:
+def _collect_non_persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return {name: buffer} of the buffers that no state dict holds, except those on the meta device.
 
     Names lack the parts that wrappers such as DDP add.

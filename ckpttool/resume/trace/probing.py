@@ -31,7 +31,7 @@ _ROWS = 64  # positions of logits that are kept
 _WIDE = 16
 
 
-def select_probe_logits(logits: Any) -> Any:
+def select_probe_logits(logits: torch.Tensor) -> Any:
     """Return the logits of up to 64 positions, spread evenly over all: float32, (positions, vocabulary).
 
     `logits` is a tensor (..., vocabulary).
@@ -62,7 +62,7 @@ def sketch_logits(logits: object) -> ProbeRecord:
     return {"sketch": out.tolist(), "shape": list(x.shape), "not_finite": int(wrong.sum())}
 
 
-def make_probe_batch(rows: Mapping[str, Any], device: Any) -> dict[str, Any]:
+def make_probe_batch(rows: Mapping[str, list[list[int]]], device: torch.device | str) -> dict[str, torch.Tensor]:
     """Return {"input_ids": int64 tensor (rows, sequence), ...} on a device, from the token ids of a recorded probe."""
     import torch
 
@@ -88,7 +88,7 @@ def explain_unsupported_forward(model: torch.nn.Module, names: Mapping[str, obje
     return None
 
 
-def compute_logits(model: torch.nn.Module, batch: Mapping[str, object]) -> Any:
+def compute_logits(model: torch.nn.Module, batch: Mapping[str, object]) -> torch.Tensor:
     """Compute the logits (rows, sequence, vocabulary) of model(**batch), unsharded on every rank.
 
     A collective if the model is sharded.

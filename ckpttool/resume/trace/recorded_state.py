@@ -64,7 +64,7 @@ def check_recorder_sources(*, scheduler: object, scaler: object, dataloader: obj
     return out
 
 
-def _check_extra_keys(extra: Mapping[Any, Any], others: Collection[str]) -> Mapping[Any, Any]:
+def _check_extra_keys(extra: Mapping[str, object], others: Collection[str]) -> Mapping[str, object]:
     """Return `extra`, unless it has keys of model and optimizer, or of `others`.
 
     Raises:
@@ -89,7 +89,9 @@ def _read_state_dict(source: object) -> Any:
     return source() if callable(source) else source
 
 
-def gather_side_state(given: Mapping[str, Any], device: Any, model: torch.nn.Module | None = None) -> dict[str, Any]:
+def gather_side_state(
+    given: Mapping[str, Any], device: torch.device | str, model: torch.nn.Module | None = None
+) -> dict[str, Any]:
     """Gather the fields of a state record from all ranks. A collective.
 
     Values that only some ranks hold (such as each rank's own dataloader) are all included. If ranks hold different
@@ -138,7 +140,7 @@ def gather_side_state(given: Mapping[str, Any], device: Any, model: torch.nn.Mod
     for rank, part in enumerate(parts):
         for key, why in part[3].items():
             unrecorded.setdefault(key, f"its state could not be read on rank {rank} ({why})")
-    variants: dict[str, list[Any]] = {}
+    variants: dict[str, list[object]] = {}
     values = _merge_rank_values([p[0] for p in parts], variants)
     others = _merge_rank_values([p[1] for p in parts], variants)
     if len({tuple(p[2]) for p in parts}) == 1:
@@ -164,7 +166,7 @@ def gather_side_state(given: Mapping[str, Any], device: Any, model: torch.nn.Mod
     }
 
 
-def _collect_extra_states(model: Any) -> dict[Path, object]:
+def _collect_extra_states(model: torch.nn.Module | None) -> dict[Path, object]:
     """Return {canonical path: result of get_extra_state()} of the modules of a model that define it; {} for None.
 
     Tensors are left out, since they are among those of the model.
@@ -182,12 +184,12 @@ def _collect_extra_states(model: Any) -> dict[Path, object]:
     return {("model", clean[n]): x for n, x in found.items() if not hasattr(x, "element_size")}
 
 
-def _merge_rank_values(parts: list[dict[str, object]], variants: dict[str, list[object]]) -> dict[str, Any]:
+def _merge_rank_values(parts: list[dict[str, object]], variants: dict[str, list[object]]) -> dict[str, object]:
     """Merge {name: value} of each rank into one; if ranks differ, the first value counts.
 
     `variants` then gets {name: all different values}.
     """
-    out: dict[str, Any] = {}
+    out: dict[str, object] = {}
     for part in parts:
         for name, value in part.items():
             if repr(out.setdefault(name, value)) != repr(value):
@@ -197,7 +199,7 @@ def _merge_rank_values(parts: list[dict[str, object]], variants: dict[str, list[
     return out
 
 
-def _mark_generators() -> dict[str, Any]:
+def _mark_generators() -> dict[str, object]:
     """Return the marks (dtype, shape, fingerprint) of this rank's global generators by "torch", "cuda", "numpy" and
     "python".
 
@@ -206,7 +208,7 @@ def _mark_generators() -> dict[str, Any]:
     import numpy as np
     import torch
 
-    out: dict[str, Any] = {"torch": make_array_mark(torch.get_rng_state())}
+    out: dict[str, object] = {"torch": make_array_mark(torch.get_rng_state())}
     if torch.cuda.is_available():
         out["cuda"] = make_array_mark(torch.cuda.get_rng_state())
     found = collect_side_state({("python",): random.getstate(), ("numpy",): np.random.get_state(legacy=True)})

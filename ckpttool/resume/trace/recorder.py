@@ -112,7 +112,7 @@ class Recorder:
         probe: Any = None,
         norms: bool = True,
         rows: bool = True,
-        group: Any = None,
+        group: torch.distributed.ProcessGroup | None = None,
         **about: Any,
     ) -> None:
         several = isinstance(optimizer, (list, tuple))
@@ -126,7 +126,7 @@ class Recorder:
         self._probe = None if probe is None else _parse_probe_rows(probe)
         self._measure = StepNorms(model, True) if norms and model is not None and optimizer is not None else None
         self._rates: list[float] | None = None
-        self._hooks: list[Any] = []
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._optimizers = len(optimizers)
         self._stepped: list[int] = []  # id() of those that have begun the step that is being measured
         for one in optimizers:
@@ -167,7 +167,7 @@ class Recorder:
                 if key not in self._sources:
                     lacks |= _make_not_passed_entry(key)
             lacks |= found.pop("unrecorded")
-            tensors: dict[str, Any] = {}
+            tensors: dict[str, torch.Tensor] = {}
             numbers: dict[str, float] = {}
             if model is None:
                 lacks |= _make_not_passed_entry("model")
@@ -219,13 +219,13 @@ class Recorder:
         except Exception as e:
             return {}, f"a copy of the scheduler could not be stepped ahead ({type(e).__name__}: {e})"
 
-    def _read_tensors(self, lacks: dict[str, str]) -> tuple[dict[str, Any], str | None]:
+    def _read_tensors(self, lacks: dict[str, str]) -> tuple[dict[str, torch.Tensor], str | None]:
         """Read the tensors of model and optimizer: ({canonical name: tensor}, None), or ({}, why they cannot be
         recorded). A collective.
 
         `lacks` {what: why} gets an entry about tensors that have no fingerprint.
         """
-        tensors: dict[str, Any] = {}
+        tensors: dict[str, torch.Tensor] = {}
         failed: str | None = None
         try:
             tensors = collect_named_state(self._model, self._optimizer)
@@ -244,7 +244,7 @@ class Recorder:
             return {}, "ranks hold different tensors, as with pipeline parallelism"
         return tensors, None
 
-    def _run_probe(self, device: object) -> tuple[ProbeRecord, str | None]:
+    def _run_probe(self, device: torch.device | str) -> tuple[ProbeRecord, str | None]:
         """Run the probe: (its record, None), or ({}, why there is none). A collective."""
         if self._probe is None:
             return {}, _make_not_passed_entry("probe")["probe"]

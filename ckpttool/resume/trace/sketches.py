@@ -18,15 +18,16 @@ import base64
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...index.boxes import box_is_flat, flat_start
 from ...live.collectives import gather_objects
 from .fingerprint import can_fingerprint, find_shard_offset, get_local_shard, is_counted_on_this_rank, sum_over_ranks
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
-    from numpy import ndarray
+    from numpy.typing import NDArray
     from torch import Tensor, device
 
 __all__ = ["WIDE", "decode_sketches", "encode_sketches", "estimate_sketch_distance", "sketch_shard", "sketch_tensors"]
@@ -116,7 +117,7 @@ def sketch_shard(held: Tensor, tensor: torch.Tensor) -> list[float]:
     return [float(v) for v in _sketch_box(held, offset, shape, 0).tolist()]
 
 
-def sketch_tensors(tensors: Mapping[str, Any], on: device | str) -> tuple[dict[str, str], list[str]]:
+def sketch_tensors(tensors: Mapping[str, Tensor], on: device | str) -> tuple[dict[str, str], list[str]]:
     """Sketch live tensors. A collective.
 
     Tensors of which no fingerprint can be taken are left out.
@@ -148,7 +149,7 @@ def encode_sketches(rows: Iterable[Sequence[float]], kind: str = "f4") -> str:
     return base64.b64encode(np.asarray(list(rows), f"<{kind}").tobytes()).decode()
 
 
-def decode_sketches(text: str | None, count: int, kind: str = "f4") -> ndarray[Any, Any] | None:
+def decode_sketches(text: str | None, count: int, kind: str = "f4") -> NDArray[np.float64] | None:
     """Return the sketches (count, WIDE) that `encode_sketches` made a text of; None if the text is None, or is of
     another number of them."""
     import numpy as np
@@ -160,7 +161,7 @@ def decode_sketches(text: str | None, count: int, kind: str = "f4") -> ndarray[A
     return flat.reshape(count, WIDE) if count and flat.size == count * WIDE else None
 
 
-def estimate_sketch_distance(a: Any, b: Any) -> float:
+def estimate_sketch_distance(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
     """Estimate the L2 norm of the difference of two tensors from their sketches, arrays (WIDE,)."""
     import numpy as np
 

@@ -47,7 +47,7 @@ __all__ = [
 _AHEAD = 1000
 
 
-def _collect_named_buffers(model: Any) -> dict[str, Any]:
+def _collect_named_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return {canonical name: buffer} of a model, including those that no checkpoint holds, except on the meta
     device."""
     from ...index.fqns import strip_wrappers
