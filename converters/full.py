@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from ckpttool.bounded_json import parse
 from ckpttool.engine.copy.value_digests import digest_values_without_arrays
@@ -37,7 +36,7 @@ from ckpttool.index.checkpoint import (
     ITEMSIZE,
     Checkpoint,
     Chunks,
-    Path,
+    Leaves,
     Salvage,
     TensorEntry,
     Value,
@@ -188,7 +187,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     may_share = {n: t for n, t in ckpt.tensors.items() if t.path[0] != "optim"}
     same = {n: o for n, o in tied_weights(may_share).items() if wanted[n].dtype == wanted[o].dtype}
     keys = {name: str(i) for i, name in enumerate(n for n in ckpt.tensors if n not in same)}
-    leaves: dict[Path, Any] = {t.path: t for t in wanted.values()}
+    leaves: Leaves = {t.path: t for t in wanted.values()}
     leaves |= {v.path: v.data for v in values.values()}
     tree, notes = tree_of(collapse_composites(leaves), ckpt.origin, same_bytes, options)
     optimizer = {p[1] for p in leaves if p[0] == "optim" and len(p) > 1}

@@ -47,6 +47,7 @@ from ckpttool.index.checkpoint import (
     ITEMSIZE,
     Checkpoint,
     Chunks,
+    Leaves,
     Number,
     Path,
     TensorEntry,
@@ -169,7 +170,7 @@ class _Reading:
         }
         self.texts = {key: frozenset(_list_text_keys(entry)) for key, entry in self.containers.items()}
 
-    def leaves(self) -> dict[Path, Any]:
+    def leaves(self) -> Leaves:
         """Return {path in the tree: TensorEntry or data}; a list of plain values is one leaf.
 
         Raises:

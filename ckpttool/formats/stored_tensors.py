@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..errors import Corrupt, Unsupported
 from ..index import boxes
-from ..index.checkpoint import ITEMSIZE, Chunks, Number, Path, TensorEntry, joined
+from ..index.checkpoint import ITEMSIZE, Chunks, Leaves, Number, Path, TensorEntry, joined
 from ..index.composites import Composite
 from ..index.records import Extent, Record
 from ..storage.source import ReadAt
@@ -133,9 +133,7 @@ def iter_tensors(x: object, what: str) -> Iterator[StoredTensor]:
     return iter(found)
 
 
-def read_leaves(
-    tree: object, path: Path, file: int, read_at: ReadAt, what: str
-) -> tuple[dict[Path, Any], list[Record]]:
+def read_leaves(tree: object, path: Path, file: int, read_at: ReadAt, what: str) -> tuple[Leaves, list[Record]]:
     """Flatten a tree from a torch.save file: ({path: TensorEntry, Composite or plain value}, records of the storages
     with their CRC32s).
 
@@ -177,10 +175,10 @@ def read_leaves(
     return found, list(records.values())
 
 
-def flatten_tree(tree: object, path: Path = ()) -> dict[Path, Any]:
+def flatten_tree(tree: object, path: Path = ()) -> Leaves:
     """Flatten a tree to {path: leaf}, each path beginning with `path`: dicts with string keys, and lists that hold
     tensors or dicts, are flattened; the leaves are unchanged."""
-    found: dict[Path, Any] = {}
+    found: Leaves = {}
     _flatten(path, tree, found)
     return found
 

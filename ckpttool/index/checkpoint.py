@@ -516,13 +516,13 @@ class Checkpoint:
             raise TypeError(f'"{name}" is a {type(found.data).__name__}, not a {kind.__name__}.')
         return None if found is None else found.data
 
-    def leaves(self) -> dict[Path, Any]:
+    def leaves(self) -> Leaves:
         """Return {canonical path: leaf} of all entries: a TensorEntry for a tensor, the data for a value."""
-        out: dict[Path, Any] = {t.path: t for t in self.tensors.values()}
+        out: Leaves = {t.path: t for t in self.tensors.values()}
         return out | {v.path: v.data for v in self.values.values()}
 
     @property
-    def arguments(self) -> dict[Path, Any]:
+    def arguments(self) -> Leaves:
         """Return the arguments of the job that wrote the checkpoint, {path below extra.args: data}, also where their
         component was not selected."""
         found = {

@@ -39,7 +39,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
-from .checkpoint import Checkpoint, Path, TensorEntry, Value, joined
+from .checkpoint import Checkpoint, Leaves, Path, TensorEntry, Value, joined
 
 __all__ = [
     "MARK",
@@ -94,9 +94,9 @@ class Composite:
         """Count the elements of the outer shape."""
         return prod(self.shape)
 
-    def leaves(self) -> dict[Path, Any]:
+    def leaves(self) -> Leaves:
         """Return {path: leaf} of the tensors inside, and of the value that describes the object."""
-        out: dict[Path, Any] = {(*self.path, *name.split(".")): t for name, t in self.tensors.items()}
+        out: Leaves = {(*self.path, *name.split(".")): t for name, t in self.tensors.items()}
         out[*self.path, MARK] = dict(self.about)
         return out
 
@@ -137,7 +137,7 @@ def collapse_composites(leaves: Mapping[Path, Any]) -> dict[Path, object]:
                 whole |= dict.fromkeys(found.leaves(), found)
     if not whole:
         return dict(leaves)
-    out: dict[Path, Any] = {}
+    out: Leaves = {}
     for path, leaf in leaves.items():
         of = whole.get(path)
         out[path if of is None else of.path] = leaf if of is None else of

@@ -32,7 +32,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..errors import CkpttoolError, Corrupt, Unsupported, UsageError, argument
-from .checkpoint import Checkpoint, Number, Path, joined, same_bytes
+from .checkpoint import Checkpoint, Leaves, Number, Path, joined, same_bytes
 from .composites import shape_of
 from .fqns import EXTRA_STATE, split_extra_state, strip_wrappers
 from .optimizer_names import (
@@ -127,7 +127,7 @@ class CanonicalState(NamedTuple):
     """The leaves of a state under canonical names; `origin` maps changed prefixes of paths back to those of the
     source."""
 
-    leaves: dict[Path, Any]
+    leaves: Leaves
     origin: dict[Path, Path]
     trainer: str | None
     notes: list[str]
@@ -195,7 +195,7 @@ class _Naming:
         """
         self.found, self.shape_of = dict(leaves), shape_of
         self.outer: Path = ()
-        self.out: dict[Path, Any] = {}
+        self.out: Leaves = {}
         self.origin: dict[Path, Path] = {}
         self.notes: list[str] = []
         self.tops = {p[0] for p in self.found}
@@ -213,7 +213,7 @@ class _Naming:
         self.raw_model: dict[str, object] = {}  # {name as found: leaf}
         self.places: dict[str, Path] = {}  # {name as found: path}
         self.raw_optimizer: dict[Path, object] = {}
-        self.rest: dict[Path, Any] = {}
+        self.rest: Leaves = {}
 
     def _remove_outer_key(self) -> None:
         """Remove the only key at the root of the tree, with a note, if a model and more is below it, as in {"app":
@@ -479,7 +479,7 @@ CANONICAL_KEYS_NOTE = (
 
 
 def restore_trainer_tree(
-    leaves: dict[Path, Any], origin: Mapping[Path, Path], same: Any
+    leaves: Leaves, origin: Mapping[Path, Path], same: Any
 ) -> tuple[dict[Path, object], list[str]]:
     """Restore the tree that the trainer wrote from canonical leaves, and return ({path: leaf}, notes).
 
@@ -505,7 +505,7 @@ def restore_trainer_tree(
     return leaves, [CANONICAL_KEYS_NOTE]
 
 
-def _build_trainer_tree(leaves: Mapping[Path, Any], origin: Mapping[Path, Path]) -> dict[Path, Any]:
+def _build_trainer_tree(leaves: Mapping[Path, Any], origin: Mapping[Path, Path]) -> Leaves:
     """Build the tree that the trainer wrote, {path: leaf}, from canonical leaves, without checking that it reads back.
 
     Args:
@@ -518,7 +518,7 @@ def _build_trainer_tree(leaves: Mapping[Path, Any], origin: Mapping[Path, Path])
     outer = origin.get(("model",), ())[:-1]
     states, groups = original_path(("optim", "state"), origin), original_path(("optim", "param_groups"), origin)
     flat = groups[-1] == FLAT_GROUPS
-    out: dict[Path, Any] = {}
+    out: Leaves = {}
 
     def called(fqn: Any) -> Any:
         """Return what the optimizer calls a parameter: its name there, or its number."""

@@ -9,7 +9,7 @@ from math import factorial, prod
 from typing import Any, NamedTuple
 
 from ..errors import Corrupt, Unsupported, argument
-from .checkpoint import Path
+from .checkpoint import Leaves, Path
 from .fqns import strip_wrappers
 from .paths import is_number_text
 
@@ -95,10 +95,10 @@ class _RawOptimizer:
     def __init__(self, raw: Mapping[Path, Any]) -> None:
         """Sort the leaves of an optimizer, {path inside it: leaf}, by what they are."""
         self.state: dict[tuple[Any, Path], Any] = {}
-        self.groups: dict[int, dict[Path, Any]] = {}
-        self.others: dict[Path, Any] = {}
+        self.groups: dict[int, Leaves] = {}
+        self.others: Leaves = {}
         self.is_flattened = self.has_empty_state = False
-        options: dict[str, dict[Path, Any]] = {}  # {parameter: its options}, of a flattened one
+        options: dict[str, Leaves] = {}  # {parameter: its options}, of a flattened one
         for p, leaf in raw.items():
             head = str(p[0])
             if head == "state" and len(p) > 2:
@@ -150,7 +150,7 @@ class _RawOptimizer:
 
 def name_optimizer_leaves(
     raw: Mapping[Path, object], model: KnownModel, notes: list[str], origin: dict[Path, Path]
-) -> dict[Path, Any]:
+) -> Leaves:
     """Give the leaves of an optimizer their canonical paths: {("optim", "state", FQN, slot): leaf, ...}.
 
     Args:

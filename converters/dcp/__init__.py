@@ -27,7 +27,6 @@ import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from ckpttool.errors import CkpttoolError, Corrupt, Unsupported
 from ckpttool.formats import safetensors_header, stored_tensors, torch_zip
@@ -36,6 +35,7 @@ from ckpttool.index.checkpoint import (
     Checkpoint,
     Chunk,
     Chunks,
+    Leaves,
     Path,
     Salvage,
     TensorEntry,
@@ -104,7 +104,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
             "is missing. The copy is incomplete: fetch that file.",
             code="CKPT0401",
         )
-    leaves: dict[Path, Any] = {}
+    leaves: Leaves = {}
     keys: dict[Path, str] = {}
     lost: dict[str, str] = {}
     records = Records()

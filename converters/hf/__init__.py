@@ -28,13 +28,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
 
 from ckpttool import bounded_json
 from ckpttool.errors import Corrupt, IncompleteWeights, Unsafe, Unsupported
 from ckpttool.formats import other_files, safetensors_header
 from ckpttool.huggingface import model_files
-from ckpttool.index.checkpoint import Checkpoint, Chunk, Chunks, Path, Salvage, TensorEntry, joined
+from ckpttool.index.checkpoint import Checkpoint, Chunk, Chunks, Leaves, Salvage, TensorEntry, joined
 from ckpttool.index.fqns import strip_wrappers
 from ckpttool.index.names import CanonicalState
 from ckpttool.index.records import Extent
@@ -138,7 +137,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         _refuse_truncated_vocabulary(source, tensors, config)
     objects = assemble_quantised_weights(source, files, tensors, notes)
     clean = strip_wrappers(tensors)
-    leaves: dict[Path, Any] = {("model", clean[n]): t for n, t in tensors.items()}
+    leaves: Leaves = {("model", clean[n]): t for n, t in tensors.items()}
     leaves |= {found.path: found for found in objects.values()}
     if state is not None:
         leaves |= {t.path: t for t in state.tensors.values()} | {v.path: v for v in state.values.values()}

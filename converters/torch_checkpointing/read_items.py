@@ -18,6 +18,7 @@ from ckpttool.index.checkpoint import (
     ITEMSIZE,
     Checkpoint,
     Chunks,
+    Leaves,
     Path,
     TensorEntry,
     joined,
@@ -65,7 +66,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         world = max((len(item.files) for item in items.values()), default=1)
     reading = _Reading(source, world, options, Files(source))
     source.prefetch_ends(f for item in items.values() for f, kind in item.files.values() if kind == "pt")
-    leaves: dict[Path, Any] = {}
+    leaves: Leaves = {}
     for name in sorted(
         items, key=lambda n: ("model", "optim").index(r) if (r := ROLES.get(n)) in ("model", "optim") else 2
     ):
@@ -205,7 +206,7 @@ class _Reading:
                 out |= self._merge_values(path, [(r, x) for r, _, x in column])
         return out
 
-    def _refuse_tensor_subclasses(self, item: str, ranks: list[Rank], flat: list[dict[Path, Any]]) -> None:
+    def _refuse_tensor_subclasses(self, item: str, ranks: list[Rank], flat: list[Leaves]) -> None:
         """Refuse objects of tensor subclasses, since no metadata describes their parts on other ranks.
 
         Args:

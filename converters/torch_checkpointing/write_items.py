@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
 
 from ckpttool.engine.copy.stream import read_small_tensors
 from ckpttool.formats.pickle_writer import dump
@@ -20,6 +19,7 @@ from ckpttool.index.checkpoint import (
     ITEMSIZE,
     Checkpoint,
     Chunks,
+    Leaves,
     Number,
     Path,
     TensorEntry,
@@ -57,7 +57,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
             notes = ["the keys are model, optimizer, ...: those of the source cannot be names of files"]
         tree = {(_ITEMS.get(str(p[0]), p[0]), *p[1:]): leaf for p, leaf in ckpt.leaves().items()}
     cast = {n: options.cast(n, t.dtype) for n, t in ckpt.tensors.items()}
-    items: dict[str, dict[Path, Any]] = {}
+    items: dict[str, Leaves] = {}
     for path, leaf in tree.items():
         items.setdefault(str(path[0]), {})[path[1:]] = leaf
     same: dict[str, str] = {}

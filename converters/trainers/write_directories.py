@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
 from ckpttool import bounded_json
 from ckpttool.engine.conservation import list_changed_values
@@ -15,7 +14,7 @@ from ckpttool.engine.copy.stream import read_small_tensors
 from ckpttool.engine.copy.value_digests import are_equal_data
 from ckpttool.errors import CkpttoolError, Unsupported, UsageError, argument
 from ckpttool.formats.stored_tensors import decode_number, flatten_tree
-from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, Value, joined
+from ckpttool.index.checkpoint import Checkpoint, Leaves, Path, TensorEntry, Value, joined
 from ckpttool.index.composites import shape_of
 from ckpttool.index.draft import Draft, Dropped, turn_positions_into_keys
 from ckpttool.index.names import canonical, describe_weights_elsewhere, step_count
@@ -525,7 +524,7 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     state = replace(ckpt.only(["model", "optim"]), origin={}, ranks={}, notes=[])
     keys = {"model": "state_dict", "optim": "optimizer_0"}
 
-    def tree(leaves: dict[Path, object]) -> dict[Path, Any]:
+    def tree(leaves: dict[Path, object]) -> Leaves:
         """Return the leaves under Lightning's keys for model and optimizer."""
         return {(keys[str(p[0])], *p[1:]): leaf for p, leaf in leaves.items()}
 
@@ -570,7 +569,7 @@ def _make_loop_state(step: int) -> dict[str, object]:
     return {"fit_loop": fit}
 
 
-def _to_titan_tree(leaves: dict[Path, Any]) -> dict[Path, object]:
+def _to_titan_tree(leaves: Leaves) -> dict[Path, object]:
     """Return {path in torchtitan's state dict: leaf}: the model at the root, and the optimizer flattened by parameter
     (StateDictOptions(flatten_optimizer_state_dict=True))."""
     out: dict[Path, object] = {}
@@ -698,7 +697,7 @@ def write_torchtune(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     )
     state.values = {**state.values, **{joined(p): Value(p, x) for p, x in made.items()}}
 
-    def tree(leaves: dict[Path, object]) -> dict[Path, Any]:
+    def tree(leaves: dict[Path, object]) -> Leaves:
         """Return the leaves as a recipe keeps them: weights at the root, the optimizer and counters under their
         names."""
         return {(("optimizer", *p[1:]) if p[0] == "optim" else p[1:]): leaf for p, leaf in leaves.items()}
