@@ -13,7 +13,16 @@ power of two.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Bytes = NDArray[np.uint8]
+    Words = NDArray[np.unsignedinteger]  # of 1, 2, 4 or 8 bytes
 
 __all__ = ["BLOCK", "merge", "split"]
 
@@ -43,7 +52,9 @@ def merge(data: memoryview | bytes, item: int, into: memoryview | None = None) -
     return _convert_by_block(data, item, into, _merge_block)
 
 
-def _convert_by_block(data: memoryview | bytes, item: int, into: memoryview | None, turn: Any) -> memoryview:
+def _convert_by_block(
+    data: memoryview | bytes, item: int, into: memoryview | None, turn: Callable[[Bytes, Bytes, int], None]
+) -> memoryview:
     """Convert `data` block by block, and return the result. Bytes that do not fill an element are copied unchanged.
 
     Args:
@@ -69,7 +80,7 @@ def _convert_by_block(data: memoryview | bytes, item: int, into: memoryview | No
     return out
 
 
-def _split_halves(words: Any, item: int) -> tuple[object, object]:
+def _split_halves(words: Words, item: int) -> tuple[Words, Words]:
     """Return (the lower halves, the upper halves) of words of `item` bytes. Words of 16 bytes are given as pairs of
     8."""
     if item == 16:
@@ -78,12 +89,12 @@ def _split_halves(words: Any, item: int) -> tuple[object, object]:
     return words.astype(half), (words >> (4 * item)).astype(half)
 
 
-def _split_block(data: Any, planes: object, item: int) -> None:
+def _split_block(data: Bytes, planes: Bytes, item: int) -> None:
     """Write the byte planes of a block, `data`, of elements of `item` bytes into `planes`; both are arrays of bytes."""
     _split_words_into_planes(data.view(f"<u{min(item, 8)}"), planes, item)
 
 
-def _split_words_into_planes(words: Any, planes: Any, item: int) -> None:
+def _split_words_into_planes(words: Words, planes: Bytes, item: int) -> None:
     """Write words of `item` bytes into their byte planes, by splitting them in halves down to single bytes."""
     import numpy as np
 
@@ -96,13 +107,13 @@ def _split_words_into_planes(words: Any, planes: Any, item: int) -> None:
             _split_words_into_planes(half, part, item // 2)
 
 
-def _merge_block(planes: Any, data: Any, item: int) -> None:
+def _merge_block(planes: Bytes, data: Bytes, item: int) -> None:
     """Write the elements of a block, of `item` bytes each, from its byte planes into `data`; both are arrays of
     bytes."""
     _join_planes_into_words(planes, data.view(f"<u{min(item, 8)}"), item)
 
 
-def _join_planes_into_words(planes: Any, words: Any, item: int) -> None:
+def _join_planes_into_words(planes: Bytes, words: Words, item: int) -> None:
     """Fill `words`, of `item` bytes each, from their byte planes, by joining halves."""
     import numpy as np
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -34,6 +34,7 @@ __all__ = [
 
 _PACKAGES = ("torch", "transformers", "deepspeed", "safetensors", "zstandard", "blake3")
 _DEEPEST = 64  # parts of a path
+_Check = Callable[[Any], bool]  # of a value in a record; any error of it says no, too
 
 
 def collect_provenance(
@@ -56,7 +57,7 @@ def collect_provenance(
     import platform
     import socket
 
-    out: dict[str, Any] = {"schema": manifest.SCHEMA, "tool": "ckpttool", "version": __version__}
+    out: dict[str, object] = {"schema": manifest.SCHEMA, "tool": "ckpttool", "version": __version__}
     out["created"] = retention.format_time(now) if not how.reproducible or how.epoch is not None else None
     out["only"] = list(how.only) if how.only else None
     out["meta"] = dict(how.meta)
@@ -175,7 +176,7 @@ def _is_count(x: object) -> bool:
     return type(x) is int and 0 <= x < 1 << 62
 
 
-def _is_time(x: Any) -> bool:
+def _is_time(x: str) -> bool:
     """Return True if a text is a time in the format of records; raises ValueError or TypeError if not."""
     return bool(retention.parse_time(x))
 
@@ -190,7 +191,7 @@ def get_member_mtime(record: Mapping[str, Any]) -> int:
     return int(retention.parse_time(when).timestamp()) if when else 0
 
 
-def _allow_none(fits: Any) -> Any:
+def _allow_none(fits: _Check) -> _Check:
     """Return a check that accepts None and what the check `fits` accepts."""
     return lambda x: x is None or fits(x)
 
@@ -244,7 +245,7 @@ def _is_delta_record(x: object) -> bool:
 
 
 _ALWAYS = ("schema", "tool", "version", "created", "only", "meta", "git_commit")
-_KINDS: dict[str, Any] = {
+_KINDS: dict[str, _Check] = {
     "schema": _is_text,
     "tool": _is_text,
     "version": _is_text,
