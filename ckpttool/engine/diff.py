@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from ..errors import Differs, UsageError, argument
 from ..huggingface import lora
@@ -39,6 +39,9 @@ from .opening import (
 )
 from .workers.coordinator import digest_with_workers, workers_for_reading
 from .workers.executors import WorkersSpec
+
+if TYPE_CHECKING:
+    from .copy.dtypes import Array
 
 __all__ = [
     "SORTS",
@@ -176,7 +179,7 @@ class Difference(Shown):
 
     def to_json(self) -> dict[str, object]:
         """Convert to plain data; numbers that are infinite or NaN become text."""
-        plain: dict[str, Any] = replace_non_finite_numbers(asdict(replace(self, index=None)))
+        plain: dict[str, object] = replace_non_finite_numbers(asdict(replace(self, index=None)))
         return {k: v for k, v in plain.items() if k != "index"}
 
     def sorted_by(self, order: str) -> Difference:
@@ -192,7 +195,7 @@ class Difference(Shown):
         if order not in SORTS:
             said = f"{argument('sort', order)}: there is no such order. There are {', '.join(SORTS)}."
             raise UsageError(said, code="CKPT0207")
-        keys: dict[str, Callable[[TensorDifference], Any]] = {
+        keys: dict[str, Callable[[TensorDifference], str | float | tuple[int, int]]] = {
             "name": lambda t: t.name,
             "ulp": lambda t: (-t.opposite_signs, -(t.max_ulp or 0)),
             "moved": lambda t: -t.moved,
@@ -601,7 +604,7 @@ def _measure_differences(
     return all_close, squares
 
 
-def _add_ulp_distance(out: TensorDifference, u: Any, v: Any, f: Any, g: Any) -> None:
+def _add_ulp_distance(out: TensorDifference, u: Array, v: Array, f: Array, g: Array) -> None:
     """Update `out.max_ulp` with the distances between elements of two float arrays, and count opposite signs.
 
     Args:
@@ -619,7 +622,7 @@ def _add_ulp_distance(out: TensorDifference, u: Any, v: Any, f: Any, g: Any) -> 
         out.max_ulp = max(out.max_ulp or 0, _measure_max_ulp(u[~opposite], v[~opposite]))
 
 
-def _measure_max_ulp(u: Any, v: Any) -> int:
+def _measure_max_ulp(u: Array, v: Array) -> int:
     """Return the largest distance between elements of two float arrays of one dtype, in units in the last place."""
     import numpy as np
 
@@ -632,7 +635,7 @@ def _measure_max_ulp(u: Any, v: Any) -> int:
     return int(_subtract_exactly(*keys).max())
 
 
-def _subtract_exactly(a: Any, b: Any) -> Any:
+def _subtract_exactly(a: Array, b: Array) -> Any:
     """Return |a - b| of two integer arrays of one dtype, exact, as uint64."""
     import numpy as np
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
@@ -27,6 +27,9 @@ from .computed_files import BoxReader, ComputedFiles, choose_page_size
 from .copy.fill import silent
 from .copy.tensor_digests import tensor_digests
 from .opening import CheckpointPath, MergedCheckpoint, OpenCheckpoint, drop_unfit_source_layout, open_checkpoint
+
+if TYPE_CHECKING:
+    from .copy.dtypes import Array
 
 __all__ = ["open_difference"]
 
@@ -107,7 +110,7 @@ class _Facts:
         self.old = {n: empty for n, t in before.tensors.items() if not t.numel}
         self.new = {n: empty for n, t in after.tensors.items() if not t.numel}
         self.origins: dict[str, str | None] = {}
-        self.data: dict[str, Any] = {"base": "", "result": "", "base_tensors": {}, "tensors": {}}
+        self.data: dict[str, object] = {"base": "", "result": "", "base_tensors": {}, "tensors": {}}
 
     def add(self, name: str, origin: str | None) -> None:
         """Add a tensor of the new checkpoint.
@@ -176,7 +179,7 @@ class _Difference:
         self._name, self._new, self._old, self._readers, self._facts = name, new, old, readers, facts
         self._origin, self._at, self._hashes = origin, 0, (blake3(), blake3())
 
-    def compute(self, first: int, end: int) -> Any:
+    def compute(self, first: int, end: int) -> Array:
         """Compute elements [first, end) of the XOR; calls from the first element to the last, in order, also hash
         both tensors."""
         if first == 0:
@@ -196,7 +199,7 @@ class _Difference:
                     self._facts.note_old(self._origin, self._hashes[1].hexdigest())
         return x
 
-    def _update_digest(self, which: int, first: int, data: Any) -> None:
+    def _update_digest(self, which: int, first: int, data: Array) -> None:
         """Add a page to the digest of the new tensor (`which` 0) or the old one (1), if it follows the previous
         page."""
         if first == self._at:

@@ -42,6 +42,7 @@ from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_checkpoin
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.tree import Tree
 
     from .diff import Difference
     from .memory import JobMemory
@@ -676,7 +677,7 @@ def _make_structure_key(x: object) -> object:
     return (x.dtype, x.shape) if isinstance(x, TensorEntry) else repr(x)
 
 
-def _add_branches(node: Any, x: dict[str, object]) -> None:
+def _add_branches(node: Tree, x: dict[str, object]) -> None:
     """Add the entries of a dict to a node of rich's tree, recursively; numbered entries that are alike become one."""
     from rich.markup import escape
 

@@ -48,6 +48,8 @@ from .selecting import make_selection
 from .weights import find_equal_tensors
 
 if TYPE_CHECKING:
+    from types import EllipsisType
+
     import torch
 
     from .copy.dtypes import Array
@@ -250,7 +252,7 @@ def _build_merge_index(
     """
     old = base.checkpoint
     tensors: dict[str, TensorEntry] = {}
-    made: dict[Any, Chunks] = {}  # tied weights share a file
+    made: dict[tuple[object, ...], Chunks] = {}  # tied weights share a file
     for name, there in plan.named.items():
         entry, change = old.tensors[there], plan.changes.get(name)
         if change is None:
@@ -625,7 +627,7 @@ def _make_merge_function(
 
         each = base.checkpoint.tensors[name].numel // change.stacked
         part = range(first // each, end // each)
-        index: Any = slice(part.start, part.stop) if len(part) < change.stacked else ...
+        index: slice | EllipsisType = slice(part.start, part.stop) if len(part) < change.stacked else ...
         with torch.no_grad():
             if change.start is None:
                 weight = base[name].torch(index)

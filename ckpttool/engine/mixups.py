@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
-from typing import Any
 
 from ..errors import Corrupt, argument
 from ..formats.crc import crc32, crc32_combine
@@ -271,7 +270,7 @@ def _find_equal_files(ckpt: Checkpoint, source: Source, files: Iterable[int]) ->
     Yields:
         (number of a file, number of the other rank's file).
     """
-    seen: dict[Any, int] = {}
+    seen: dict[object, int] = {}
     for file in files:
         name, size = ckpt.files[file], ckpt.sizes[file]
         places = (size * (i + 1) // (_PROBES + 1) for i in range(_PROBES))
@@ -517,7 +516,7 @@ def _format_step(step: float | int | None) -> str:
 
 def _map_steps_to_groups(ckpt: Checkpoint, names: Iterable[str]) -> dict[str, int]:
     """Return {name of a step: number of the param group of its parameter}; -1 if no group lists it."""
-    of: dict[Any, int] = {}
+    of: dict[object, int] = {}
     for v in ckpt.values.values():
         if v.option == "params" and isinstance(v.data, list):
             of.update((n, v.group) for n in v.data if isinstance(n, str))

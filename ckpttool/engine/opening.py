@@ -92,7 +92,7 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
     # values that ckpttool had to add when it wrote the files, and that are no part of the state
     of_layout: set[str] = field(default_factory=set)
     _record: list[Recorded | None] = field(default_factory=list)
-    _locating: Any = field(default_factory=threading.RLock)
+    _locating: threading.RLock = field(default_factory=threading.RLock)
 
     @property
     def stored(self) -> Checkpoint:

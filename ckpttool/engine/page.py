@@ -13,7 +13,7 @@ import json
 import math
 from collections.abc import Iterable
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import UsageError
 from ..index.checkpoint import Checkpoint, Chunks, tied_weights
@@ -150,7 +150,7 @@ class _Places:
         self._known: dict[object, int] = {}
         self._numbers: dict[object, dict[int, int]] = {}
         self.of_tensors: list[int] = []
-        self.found: list[Any] = []
+        self.found: list[object] = []
         self.bytes_of: dict[str, list[float]] = {}
 
     def add(self, component: str, chunks: Chunks, item: float, shape: tuple[int, ...]) -> None:

@@ -26,6 +26,7 @@ from ..formats.delta_streams import WORKING_BYTES, ChangeStream, open_change_str
 from ..formats.deltas import Delta, TensorPatch
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry
 from ..index.draft import Dropped
+from ..index.records import Extent
 from ..options import OpenOptions
 from ..printable import count_noun
 from ..storage import urls
@@ -273,7 +274,7 @@ def _refuse_unfit_patch(base: OpenCheckpoint, delta: Delta, patch: TensorPatch, 
         )
 
 
-def _make_bytes_key(t: TensorEntry) -> tuple[Any, ...]:
+def _make_bytes_key(t: TensorEntry) -> tuple[object, ...]:
     """Return a key that is equal for tensors that are the same bytes: dtype, shape and chunks."""
     return t.dtype, t.shape, tuple(t.chunks[:])
 
@@ -284,7 +285,7 @@ class _Moves:
     def __init__(self) -> None:
         self._starts: dict[int, list[tuple[int, int, int]]] = {}  # file -> (first byte, end, computed file)
 
-    def add(self, extent: Any, computed: int) -> None:
+    def add(self, extent: Extent, computed: int) -> None:
         """Add a byte range that is replaced by a computed file.
 
         Args:

@@ -136,7 +136,7 @@ def read_record(source: Source) -> Recorded | None:
         return Recorded(problem=f"{RECORD}: not a record of ckpttool ({type(e).__name__}: {str(e)[:80]})")
 
 
-def _parse_tensor_entry(dtype: Any, shape: Any, digest: object) -> tuple[str, tuple[int, ...], str]:
+def _parse_tensor_entry(dtype: object, shape: Any, digest: object) -> tuple[str, tuple[int, ...], str]:
     """Check the types of a tensor's entry in a record, and return it as (dtype, shape, digest).
 
     Raises:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import Corrupt, Unsupported, UsageError, argument
 from ..index.checkpoint import Checkpoint, Chunks, TensorEntry, joined
@@ -347,7 +347,7 @@ def _choose_schedule_free(opened: OpenCheckpoint, which: str) -> ChosenWeights:
     tensors: dict[str, TensorEntry] = {}
     kept: dict[str, str] = {}
     inputs: set[str] = set()
-    same: dict[tuple[Any, ...], TensorEntry] = {}  # tied weights are computed once
+    same: dict[tuple[object, ...], TensorEntry] = {}  # tied weights are computed once
     for name, t in ckpt.tensors.items():
         if t.component != "model":
             continue
@@ -394,7 +394,9 @@ def _choose_schedule_free(opened: OpenCheckpoint, which: str) -> ChosenWeights:
     )
 
 
-def _make_lerp_function(reader: BoxReader, start_of: TensorEntry, end_of: TensorEntry, weight: float) -> Any:
+def _make_lerp_function(
+    reader: BoxReader, start_of: TensorEntry, end_of: TensorEntry, weight: float
+) -> Callable[[int, int], Array]:
     """Return a function that computes elements [first, end) of torch's `start.lerp(end, weight)`, in the dtype of
     `start_of`."""
 

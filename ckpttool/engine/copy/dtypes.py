@@ -177,14 +177,14 @@ def bits_dtype(item: int) -> str:
     return {1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(item, f"V{item}")
 
 
-def numpy_dtype(dtype: str) -> np.dtype[Any]:
+def numpy_dtype(dtype: str) -> np.dtype[np.generic]:
     """Return the numpy dtype of a torch one, given by name; ml_dtypes gives those that numpy does not have."""
     import numpy as np
 
     if dtype in ("bfloat16", "complex32") or dtype.startswith("float8"):
         import ml_dtypes
 
-        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype))
+        found: np.dtype[np.generic] = np.dtype(getattr(ml_dtypes, dtype))
         return found
     return np.dtype({"bool": "?"}.get(dtype, dtype))
 

@@ -115,7 +115,7 @@ def _compute_statistics(x: Array, with_exponents: bool) -> TensorStatistics:
     elements, nan = x.size, 0
     if x.dtype.kind == "c":
         x = np.abs(x.astype("c16"))
-    wide: Any = _convert_to_float64(x)
+    wide: Array = _convert_to_float64(x)
     with np.errstate(all="ignore"):
         if not math.isfinite(_sum_float64_squares(wide)):  # one look at most tensors, which have neither
             finite, nan = np.isfinite(wide), int(np.count_nonzero(np.isnan(wide)))

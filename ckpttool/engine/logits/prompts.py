@@ -9,13 +9,16 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ...bounded_json import parse
 from ...errors import Corrupt, Unsafe, Unsupported, UsageError, argument
 
 if TYPE_CHECKING:
+    from collections.abc import Container
+
     import torch
+    from numpy.random import Generator
 
     from .sides import ModelSide
     from .streaming import StreamedModel
@@ -116,7 +119,7 @@ def _count_vocabulary(model: Any) -> int:
     return int(embedding.weight.shape[0])
 
 
-def _draw_prompt(random: Any, length: int, size: int, special: list[int], reserved: set[int]) -> list[int]:
+def _draw_prompt(random: Generator, length: int, size: int, special: list[int], reserved: set[int]) -> list[int]:
     """Return `length` random token ids of a vocabulary of `size` rows, none of them `reserved`. A prompt of more than 8
     ids begins with the `special` ids and the ids of the first and the last row."""
     ends = list(dict.fromkeys([*special, 0, size - 1]))
@@ -136,7 +139,7 @@ def _pad_prompts(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Ten
 
 
 def _make_image(
-    streamed: StreamedModel, side: ModelSide, takes: Any, random: Any
+    streamed: StreamedModel, side: ModelSide, takes: Container[str], random: Generator
 ) -> tuple[dict[str, torch.Tensor], list[int]]:
     """Make a random image and return (the model's arguments for it, the tokens that stand for it in a prompt).
 
@@ -199,7 +202,7 @@ def _count_image_tokens(streamed: StreamedModel, side: ModelSide, given: dict[st
     model = streamed.model
     merging = next((m for m in model.modules() if hasattr(m, "get_placeholder_mask")), None)
 
-    def count(*arguments: object, **named: object) -> Any:
+    def count(*arguments: object, **named: object) -> NoReturn:
         raise _Counted(_count_feature_vectors(named.get("image_features", arguments[2:3])))
 
     try:

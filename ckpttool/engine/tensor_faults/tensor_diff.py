@@ -34,7 +34,7 @@ from .tensor_bits import (
 from .tensor_kinds import TensorKind
 
 if TYPE_CHECKING:
-    from numpy import dtype
+    from numpy import dtype, generic
 
     from .tensor_bits import Array
 
@@ -122,7 +122,7 @@ def _is_real_float(x: Array) -> bool:
     return is_floating(x) and x.dtype.kind != "c"
 
 
-def _cast_quietly(x: Array, dtype: dtype[Any]) -> Array:
+def _cast_quietly(x: Array, dtype: dtype[generic]) -> Array:
     """Convert to another dtype; numbers that overflow become infinite without a warning."""
     import numpy as np
 
@@ -232,7 +232,7 @@ def _find_kind(pair: ArrayPair) -> Found:
     return _list_elements(pair) if pair.count <= _FEW else tensor_values.measure_distance(pair)
 
 
-def _list_half_dtypes() -> dict[str, dtype[Any]]:
+def _list_half_dtypes() -> dict[str, dtype[generic]]:
     """Return {name: numpy dtype} of the floating-point dtypes with 16 bits."""
     import ml_dtypes
     import numpy as np
@@ -299,7 +299,7 @@ def _find_truncated_bfloat16(x: Array, y: Array) -> Found | None:
     )
 
 
-def find_rounded_dtype(a: Array, b: Array) -> dtype[Any] | None:
+def find_rounded_dtype(a: Array, b: Array) -> dtype[generic] | None:
     """Return the 16-bit float dtype that all values of `b` are rounded to while those of `a` are not; None if there is
     none."""
     if not _is_real_float(a) or not _is_real_float(b):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...errors import Unsupported, UsageError, argument
 from ...huggingface import encodings
@@ -59,7 +59,7 @@ def change_tensors(
         UsageError: a pattern matches no name, or only one of two tied weights.
         Unsupported: a tensor is a part of a quantised weight.
     """
-    chosen: dict[str, Callable[[Page], Any]] = {}
+    chosen: dict[str, Callable[[Page], object]] = {}
     for pattern, function in changes.items():
         names = fnmatch.filter(ckpt.tensors, pattern)
         if not names:

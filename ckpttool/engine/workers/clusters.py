@@ -398,7 +398,7 @@ class _RayExecutor(Executor):
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray
-        self._remote: dict[Callable[..., Any], Any] = {}
+        self._remote: dict[Callable[..., object], Any] = {}
         self._references: weakref.WeakKeyDictionary[Future[object], object] = weakref.WeakKeyDictionary()
 
     def submit(self, fn: Callable[..., Any], /, *args: object, **kwargs: object) -> Future[Any]:
@@ -420,7 +420,7 @@ class _RayExecutor(Executor):
 class _StdoutWithoutRay:
     """Standard output without what Ray's threads print about its workers; that goes to standard error."""
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: TextIO) -> None:
         self._file = file
 
     def write(self, text: str) -> int:
