@@ -27,7 +27,7 @@ from .index.checkpoint import Checkpoint, Chunks, Path, TensorEntry, Value, join
 from .index.composites import Composite, add_composite
 from .index.draft import Draft
 from .index.names import COMPONENTS, CanonicalState, restore_trainer_tree
-from .index.optimizer_names import Orders
+from .index.optimizer_names import Orders, SameTensor
 from .index.param_groups import Groups
 from .options import ByFields, option
 from .program import ForTrainer, Program, Saves, StateFile
@@ -193,7 +193,7 @@ class WriteOptions(ModelHints):
 
 
 def tree_of(
-    leaves: dict[Path, object], origin: Mapping[Path, Path], same: object, options: WriteOptions
+    leaves: dict[Path, object], origin: Mapping[Path, Path], same: SameTensor | None, options: WriteOptions
 ) -> tuple[dict[Path, object], list[str]]:
     """Return the nested state to write: at the paths that a job needs (`WriteOptions.tree`), or else at those of the
     source.

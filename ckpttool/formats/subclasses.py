@@ -23,7 +23,7 @@ from typing import Any
 from ..errors import Corrupt, Unsupported, argument
 from ..index import boxes
 from ..index.checkpoint import joined
-from ..index.composites import Composite, class_label, has_padded_scales
+from ..index.composites import Composite, SubclassFacts, class_label, has_padded_scales
 from .pickles import Global, Opaque, map_children, short
 
 __all__ = [
@@ -240,7 +240,7 @@ def make_composite_call(found: Composite, tensors: Mapping[str, object]) -> Opaq
     return make_rebuild_call(found.about, tensors)
 
 
-def make_rebuild_call(about: Mapping[str, Any], tensors: Mapping[str, object]) -> Opaque:
+def make_rebuild_call(about: SubclassFacts, tensors: Mapping[str, object]) -> Opaque:
     """Return the pickled call that rebuilds a tensor subclass.
 
     Args:

@@ -21,7 +21,7 @@ from typing import Any
 
 from ..errors import Unsupported, UsageError, argument
 from ..index.checkpoint import Checkpoint, joined
-from . import lora
+from . import Config, lora
 
 __all__ = ["adapter_as_model", "find_base_names", "find_outer_prefix", "keep_adapter_only", "rename_adapter_tensor"]
 
@@ -43,7 +43,7 @@ _TOKENS = f".token_adapter.{lora.TOKENS}"
 _WRAPPED = re.compile(r"\.base_layer\.(?!lora_|bias$)[^.]+$")
 
 
-def keep_adapter_only(ckpt: Checkpoint, config: dict[str, Any], wanted: str | None = None) -> Checkpoint:
+def keep_adapter_only(ckpt: Checkpoint, config: Config, wanted: str | None = None) -> Checkpoint:
     """Return a copy of the checkpoint that holds one adapter only, under the names with which PEFT saves it.
 
     Args:
@@ -268,7 +268,7 @@ def _make_saved_name(name: str, prefix: str, adapter: str | None) -> str | None:
     return f"{m[1]}.{m[2]}" if m else None
 
 
-def _without_tied_tokens(saved: dict[str, str], config: dict[str, object], ckpt: Checkpoint) -> dict[str, str]:
+def _without_tied_tokens(saved: dict[str, str], config: Config, ckpt: Checkpoint) -> dict[str, str]:
     """Return `saved`, {name: name in the file}, without the trained tokens of modules that are tied to the embedding: a
     model has the same rows under the names of both, and PEFT saves those of the embedding.
 
@@ -277,7 +277,7 @@ def _without_tied_tokens(saved: dict[str, str], config: dict[str, object], ckpt:
     rows = {n: s.removesuffix(_TOKENS) for n, s in saved.items() if s.endswith(_TOKENS)}
     said: Any = config.get("trainable_token_indices")
     first = sorted(rows, key=lambda n: (rows[n].endswith(_HEADS), rows[n].count(".")))  # the embedding
-    kept: dict[Any, str] = dict.fromkeys([None], first[0]) if rows and not isinstance(said, dict) else {}
+    kept: dict[object, str] = dict.fromkeys([None], first[0]) if rows and not isinstance(said, dict) else {}
     for n in first if isinstance(said, dict) else ():
         weight = ckpt.tensors.get(f"model.{rows[n]}.token_adapter.base_layer.weight", ckpt.tensors[f"model.{n}"])
         for indices in [v for k, v in said.items() if rows[n].endswith(k)][:1]:
@@ -285,7 +285,7 @@ def _without_tied_tokens(saved: dict[str, str], config: dict[str, object], ckpt:
     return {n: s for n, s in saved.items() if n not in rows or n in kept.values()}
 
 
-def _list_saved_base_tensors(names: list[str], saved: dict[str, str], config: dict[str, Any], prefix: str) -> list[str]:
+def _list_saved_base_tensors(names: list[str], saved: dict[str, str], config: Config, prefix: str) -> list[str]:
     """List the tensors of the base model that are saved with the adapter, under their own names.
 
     Args:

@@ -199,7 +199,7 @@ def make_trace(named: dict[str, Any]) -> Any:
 
         def __init__(self) -> None:
             super().__init__()  # type: ignore[no-untyped-call]
-            self.found: dict[Any, list[Part]] = {}
+            self.found: dict[object, list[Part]] = {}
             self.alive: list[object] = []  # so that no storage gets the address of another
             for name, t in named.items():
                 zero = (0,) * t.ndim

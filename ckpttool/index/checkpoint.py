@@ -255,7 +255,7 @@ class Chunks(Sequence[Chunk]):
     def __len__(self) -> int:
         return len(self.file)
 
-    def __getitem__(self, k: Any) -> Any:
+    def __getitem__(self, k: int | slice) -> Any:
         if isinstance(k, slice):
             return [self[i] for i in range(*k.indices(len(self)))]
         k = range(len(self))[k]
@@ -565,7 +565,7 @@ class Checkpoint:
 def tied_weights(tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
     """Return {name of a tied weight: name of the first tensor with the same bytes in the same file}. Tied weights
     that were saved twice, as separate bytes, are not found."""
-    first: dict[Any, str] = {}
+    first: dict[object, str] = {}
     out: dict[str, str] = {}
     for name, t in tensors.items():
         if t.numel and t.coding == "raw":

@@ -46,6 +46,7 @@ __all__ = [
     "PLAIN",
     "CannotCut",
     "Composite",
+    "SubclassFacts",
     "add_composite",
     "check_cut",
     "class_label",
@@ -65,6 +66,8 @@ __all__ = [
 MARK = "__class__"
 #: The tensor with the rows that are no objects.
 PLAIN = "plain"
+#: What describes a tensor subclass: {"class", "dtype", "shape", "state", "tensors", ...}.
+SubclassFacts = Mapping[str, Any]
 
 
 class CannotCut(Exception):
@@ -76,7 +79,7 @@ class Composite:
     """A tensor subclass: `about` is the value at `path` + MARK, `tensors` what is inside, by name."""
 
     path: Path
-    about: Mapping[str, Any]
+    about: SubclassFacts
     tensors: Mapping[str, TensorEntry]
 
     @property
@@ -106,7 +109,7 @@ def shape_of(leaf: object) -> tuple[int, ...] | None:
     return leaf.shape if isinstance(leaf, (TensorEntry, Composite)) else None
 
 
-def class_label(about: Mapping[str, Any]) -> str:
+def class_label(about: SubclassFacts) -> str:
     """Return the name of a class of tensor subclasses for people, such as "torchao OptimState8bit"; `about` is the
     value that describes an object of it."""
     module, name = about["class"]
@@ -234,14 +237,14 @@ _OF_TRANSFORMER_ENGINE = {
 }
 
 
-def has_padded_scales(about: Mapping[str, Any]) -> bool:
+def has_padded_scales(about: SubclassFacts) -> bool:
     """Whether the scales of a tensor subclass are padded for the part of each rank; `about` is the value that describes
     it."""
     module, name = about["class"]
     return str(module).startswith("transformer_engine.") and name != "Float8Tensor"
 
 
-def _find_cutting_rule(about: Mapping[str, Any]) -> _Kind:
+def _find_cutting_rule(about: SubclassFacts) -> _Kind:
     """Look up how objects of a tensor subclass are cut into rows. `about` is the value that describes the object.
 
     Raises:
@@ -269,7 +272,7 @@ def is_replicated(about: Mapping[str, object], name: str) -> bool:
 
 
 def find_inner_rows(
-    about: Mapping[str, Any], name: str, shape: tuple[int, ...], first: int, rows: int
+    about: SubclassFacts, name: str, shape: tuple[int, ...], first: int, rows: int
 ) -> tuple[int, int] | None:
     """Return (first row, number of rows) of an inner tensor that belong to some rows of its tensor subclass; None where
     every rank's part holds the complete inner tensor.
@@ -306,7 +309,7 @@ def find_inner_rows(
     return a, n
 
 
-def resize_rows(about: Mapping[str, Any], rows: int) -> dict[str, Any]:
+def resize_rows(about: SubclassFacts, rows: int) -> dict[str, Any]:
     """Return the value that describes a tensor subclass, `about`, changed to `rows` rows.
 
     Raises:

@@ -16,7 +16,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 __all__ = ["NamedWeight", "ProposedMap", "propose_map"]
 
@@ -210,7 +210,7 @@ class _Derivation:
         Args:
             level: how many numbers of a name, from the first on, become variables.
         """
-        found: tuple[dict[Any, list[_Family]], ...] = ({}, {})
+        found: tuple[dict[frozenset[tuple[tuple[int, ...], tuple[object, ...]]], list[_Family]], ...] = ({}, {})
         for side, classes in zip(self.weights, found, strict=True):
             families: dict[str, dict[tuple[int, ...], str]] = {}
             for n in side:

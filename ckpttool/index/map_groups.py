@@ -98,7 +98,7 @@ def group_names(
         component: "model" or "optim"; lines for the other one are passed over.
         forward: True if the names are those on the left side of the map, False for the right.
     """
-    groups: dict[Any, TensorGroup] = {}
+    groups: dict[object, TensorGroup] = {}
     unmatched: list[str] = []
     rows = [
         (line, k, t, forward == line.flipped)

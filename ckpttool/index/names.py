@@ -479,7 +479,7 @@ CANONICAL_KEYS_NOTE = (
 
 
 def restore_trainer_tree(
-    leaves: Leaves, origin: Mapping[Path, Path], same: Any
+    leaves: Leaves, origin: Mapping[Path, Path], same: SameTensor | None
 ) -> tuple[dict[Path, object], list[str]]:
     """Restore the tree that the trainer wrote from canonical leaves, and return ({path: leaf}, notes).
 

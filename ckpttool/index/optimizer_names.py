@@ -47,7 +47,7 @@ class KnownModel(NamedTuple):
     has names. The arguments of `names.canonical` say more.
     """
 
-    leaves: Mapping[str, Any]
+    leaves: Mapping[str, object]
     clean: Mapping[str, str]
     shape_of: ShapeOf
     like: Sequence[str] | None = None
@@ -63,7 +63,7 @@ class KnownModel(NamedTuple):
         """List (FQN, shape) of the tensors of a model, {FQN: leaf}. Tied weights are listed once, under their first
         name, which the optimizer uses."""
         out: list[tuple[str, tuple[int, ...]]] = []
-        kept: list[Any] = []
+        kept: list[object] = []
         for name, leaf in model.items():
             shape = self.shape_of(leaf)
             if shape is None or (self.same is not None and any(self.same(leaf, k) for k in kept)):
@@ -94,7 +94,7 @@ class _RawOptimizer:
 
     def __init__(self, raw: Mapping[Path, Any]) -> None:
         """Sort the leaves of an optimizer, {path inside it: leaf}, by what they are."""
-        self.state: dict[tuple[Any, Path], Any] = {}
+        self.state: dict[tuple[object, Path], object] = {}
         self.groups: dict[int, Leaves] = {}
         self.others: Leaves = {}
         self.is_flattened = self.has_empty_state = False
@@ -131,7 +131,7 @@ class _RawOptimizer:
         ids = ids or [_as_parameter_number(k) for k, _ in self.state]
         return bool(self.state or self.groups) and all(isinstance(x, int) for x in ids)
 
-    def find_fqns(self, clean: Mapping[str, str]) -> dict[Any, str]:
+    def find_fqns(self, clean: Mapping[str, str]) -> dict[str, str]:
         """Return {name that the optimizer uses: FQN}; `clean` is {name of a weight as found: FQN}.
 
         Raises:
@@ -217,7 +217,7 @@ def _as_parameter_number(x: object) -> Any:
 def _group_by_options(flat: Mapping[str, Mapping[Path, object]]) -> dict[int, dict[Path, object]]:
     """Make param groups, {number: {path of an option: leaf}}, of {parameter: its options}: parameters with equal
     options were, or could have been, in one group."""
-    out: list[tuple[Mapping[Path, Any], list[str]]] = []
+    out: list[tuple[Mapping[Path, object], list[str]]] = []
     for fqn, options in flat.items():
         for known, members in out:
             if known == options:
@@ -410,7 +410,9 @@ def iterate_possible_orders(names: Iterable[str]) -> Iterator[list[str]]:
     for chosen in product(*(permutations(c) for c in several.values())):
         place = {(kind, c): i for kind, order in zip(several, chosen, strict=True) for i, c in enumerate(order)}
 
-        def place_name(name: str, place: Any = place) -> list[tuple[int, int, str]]:
+        def place_name(
+            name: str, place: Mapping[tuple[tuple[str, ...], str], int] = place
+        ) -> list[tuple[int, int, str]]:
             """Return a key that sorts names in the chosen order."""
             children = zip(kinds_of[name], parts[name], strict=True)
             return [(place.get((kind, c), 0), _make_sibling_sort_key(c), c) for kind, c in children]

@@ -80,7 +80,7 @@ class Records(Sequence[Record]):
     def __len__(self) -> int:
         return len(self.file)
 
-    def __getitem__(self, k: Any) -> Any:
+    def __getitem__(self, k: int | slice) -> Any:
         if isinstance(k, slice):
             out = Records()
             out.file, out.offset, out.length, out.crc32 = (column[k] for column in self._columns())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from .checkpoint import Path
@@ -33,7 +33,7 @@ class TrainerTree(NamedTuple):
 known_trees: Callable[[], Iterable[TrainerTree]] = tuple
 
 
-def identify_trainer(keys: set[Any], *, model_at_root: bool) -> str | None:
+def identify_trainer(keys: Iterable[object], *, model_at_root: bool) -> str | None:
     """Return the name of the trainer that writes trees with these keys at the root; None where it is not known.
 
     Args:

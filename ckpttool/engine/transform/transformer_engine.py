@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import Corrupt, Unsupported
 from ...formats.pickles import Opaque
 from ...index.checkpoint import TensorEntry
+from ...index.composites import SubclassFacts
 from ...index.records import Extent
 from ..computed_files import BoxReader, ComputedFiles, cast_array
 from ..copy.dtypes import numpy_dtype
@@ -39,14 +40,14 @@ _NUMBERS = 1 << 20  # of a page, or as many as 128 rows have
 _TALLEST = 128  # rows of a block
 
 
-def is_of_transformer_engine(about: Mapping[str, Any]) -> bool:
+def is_of_transformer_engine(about: SubclassFacts) -> bool:
     """Whether a tensor subclass is one of TransformerEngine's; `about` is the value that describes it."""
     return str(about["class"][0]).startswith("transformer_engine.")
 
 
 def add_decoded_part(
     name: str,
-    about: Mapping[str, Any],
+    about: SubclassFacts,
     place: tuple[int, tuple[int, ...]],
     parts: Mapping[str, TensorEntry],
     reader: BoxReader,
