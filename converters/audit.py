@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckpttool import bounded_json
 from ckpttool.audit.archive_options import ENCRYPTED, SUFFIX, ArchiveOptions
@@ -273,7 +273,7 @@ class _Writing:
         self.sinks.append(frames)
         return _EncryptedSink(frames, seal) if seal else frames
 
-    def write_tail(self, draft: Draft, digests: Mapping[str, Any]) -> bytes:
+    def write_tail(self, draft: Draft, digests: Mapping[str, str]) -> bytes:
         """Return the last bytes of the archive: the small files, which hold the digests of all other members.
 
         Args:

@@ -112,7 +112,7 @@ class Draft:
     aliases: dict[str, str] = field(default_factory=dict)  # name without bytes of its own -> the name that has them
     before: Framing | None = None
     after: Framing | None = None
-    tail: Callable[[int, Sequence[Written], dict[str, Any]], bytes] | None = None
+    tail: Callable[[int, Sequence[Written], dict[str, str]], bytes] | None = None
     notes: list[str] = field(default_factory=list)
     averages: frozenset[str] = frozenset()  # tensors that are averages of squares: `fill` refuses numbers below 0
     # tensors and values that the layout needs but the source lacks: zeros, counters

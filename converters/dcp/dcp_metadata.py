@@ -14,7 +14,7 @@ import re
 import sys
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import IO, Any, ClassVar, TypeVar
+from typing import IO, Any, BinaryIO, ClassVar, TypeVar
 
 from ckpttool.errors import Corrupt, Unsafe, Unsupported
 from ckpttool.formats import pickles
@@ -500,7 +500,7 @@ def read_index_in_child(path: str) -> Iterator[bytes | memoryview]:
     file; if not, the file's bytes come from stdin and the path is for messages.
     """
     collector = _Collector()
-    file: Any = open(path, "rb") if os.path.isabs(path) else sys.stdin.buffer  # noqa: SIM115
+    file: BinaryIO = open(path, "rb") if os.path.isabs(path) else sys.stdin.buffer  # noqa: SIM115
     with file as f:
         top = collector.load_large(RecordCutter(f.read))
     return _build_index([(top, collector)], path).to_parts()

@@ -5,7 +5,7 @@ Numbers are named only if the lengths of the slices leave exactly one way to do 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -27,6 +27,8 @@ __all__ = ["read_optimizer"]
 
 #: {(name or number of a parameter, slot): what each rank has, None where nothing}.
 _Slots = dict[tuple[Any, Any], Column]
+#: The number of elements on each rank, of each parameter of each group; None of one without state.
+_Lengths = Sequence[Sequence[tuple[int, ...] | None]]
 
 
 def read_optimizer(
@@ -174,7 +176,7 @@ def _check_same_save(files: Files, a: list[Rank], b: list[Rank]) -> None:
         Corrupt: they are from different saves.
     """
 
-    def summary(ranks: list[Rank]) -> tuple[Any, Any]:
+    def summary(ranks: list[Rank]) -> tuple[list[dict[object, object]], set[str]]:
         """Return (hyperparameters of each param group, {steps as text}) of an optimizer."""
         groups = [
             {k: v for k, v in g.items() if k not in ("params", "param_names")} for g in _read_param_groups(files, ranks)
@@ -291,8 +293,8 @@ def _count_elements_by_number(files: Files, ranks: list[Rank], columns: _Slots) 
     Raises:
         Corrupt: slots of one parameter have different lengths, or the ranks have different dtypes.
     """
-    out: dict[Any, tuple[int, ...]] = {}
-    slots: dict[Any, str] = {}
+    out: dict[object, tuple[int, ...]] = {}
+    slots: dict[object, str] = {}
     for (x, slot), column in columns.items():
         n = _count_elements(column)
         if sum(n) > sum(out.get(x, ())):
@@ -354,7 +356,7 @@ def _list_expected_lengths(layout: FlatLayout, own: RankSlices) -> list[tuple[st
     return out
 
 
-def _match_numbers(layout: FlatLayout, own: RankSlices, expected: list[list[Any]]) -> list[list[str]] | None:
+def _match_numbers(layout: FlatLayout, own: RankSlices, expected: _Lengths) -> list[list[str]] | None:
     """Return the names of the numbered parameters, group by group; None unless their lengths fit in exactly one way.
 
     Args:
@@ -378,7 +380,7 @@ def _generate_candidate_layouts(
     files: Files,
     known: ModelInfo,
     own: RankSlices,
-    expected: list[list[Any]],
+    expected: _Lengths,
     options: ReadOptions,
     config: dict[str, object] | None,
 ) -> Iterable[FlatLayout]:

@@ -48,6 +48,7 @@ from .item_metadata import Item, Placed, read_metadata
 __all__ = ["read"]
 
 _MOST_RAW, _MOST_JSON = 64 << 20, 256 << 20
+_Boxes = dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, StoredTensor]]  # (start, shape): (file, tensor)
 
 
 def read(where: Place, options: ReadOptions) -> Checkpoint:
@@ -286,7 +287,7 @@ class _Reading:
         name, what = joined(path), f"{self.source.root}/{METADATA}"
         shape, dtype = groups[0].shape, groups[0].dtype
         chunks = Chunks(len(shape))
-        seen: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, StoredTensor]] = {}
+        seen: _Boxes = {}
         for group in groups:
             if (group.shape, group.dtype) != (shape, dtype):
                 raise Corrupt(
@@ -374,7 +375,7 @@ class _Reading:
             )
         return x
 
-    def _add_box(self, chunks: Chunks, seen: Any, name: str, r: Rank, tensor: StoredTensor, piece: Any) -> None:
+    def _add_box(self, chunks: Chunks, seen: _Boxes, name: str, r: Rank, tensor: StoredTensor, piece: Any) -> None:
         """Add a box of a local tensor to `chunks`; if another rank has the same box, the bytes are compared instead.
 
         Args:

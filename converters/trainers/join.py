@@ -320,7 +320,7 @@ def join_drafts(
         part = of_name[name]
         return part.after(name, part.checkpoint.tensors[name], row, written) if part.after else b""
 
-    def tail(file: int, written: Sequence[Written], digests: dict[str, object]) -> bytes:
+    def tail(file: int, written: Sequence[Written], digests: dict[str, str]) -> bytes:
         part, own = of_file[file]
         return part.tail(own, written, digests) if part.tail else b""
 
