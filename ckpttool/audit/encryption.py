@@ -379,7 +379,7 @@ def _find_payload_start(source: Source, file: str, what: str) -> int:
 # ------------------------------------------------------------------------------------------------------------- keys
 
 
-def parse_recipients(texts: Sequence[str]) -> list[Any]:
+def parse_recipients(texts: Sequence[str]) -> list[object]:
     """Return public keys as objects of pyrage.
 
     Args:
@@ -389,7 +389,7 @@ def parse_recipients(texts: Sequence[str]) -> list[Any]:
         UsageError: one is none of these, or there are none, or too many. MissingPackage: pyrage is not installed.
     """
     pyrage = _import_pyrage()
-    out: list[Any] = []
+    out: list[object] = []
     for text in texts:
         if text.startswith(("age1", "ssh-")):
             out.append(_parse_recipient(text, "the recipient"))
@@ -437,7 +437,7 @@ def _parse_recipient(text: str, what: str) -> object:
         ) from None
 
 
-def parse_identities(files: Sequence[str]) -> list[Any]:
+def parse_identities(files: Sequence[str]) -> list[object]:
     """Return secret keys as objects of pyrage.
 
     Args:
@@ -447,7 +447,7 @@ def parse_identities(files: Sequence[str]) -> list[Any]:
         UsageError: one of them is neither, or there are none. MissingPackage: pyrage is not installed.
     """
     pyrage = _import_pyrage()
-    out: list[Any] = []
+    out: list[object] = []
     for file in files:
         data = _read_key_file(file, "identity")
         try:

@@ -155,8 +155,8 @@ class Turn:
         event: str,
         archive: str,
         *,
-        following: Callable[[list[LedgerEntry]], Mapping[str, Any]] | None = None,
-        **facts: object,
+        following: Callable[[list[LedgerEntry]], Mapping[str, object]] | None = None,
+        **facts: Any,
     ) -> LedgerEntry:
         """Append an entry, durably, and return it.
 
@@ -194,7 +194,7 @@ class Turn:
         return entry
 
 
-def may_still_carry_out(entry: Mapping[str, Any]) -> bool:
+def may_still_carry_out(entry: LedgerEntry) -> bool:
     """Return whether this machine may still carry out the change that a ledger line announces.
 
     The line must be less than ten minutes old, and less than five minutes in the future, as clocks differ. Later,
@@ -203,12 +203,12 @@ def may_still_carry_out(entry: Mapping[str, Any]) -> bool:
     return -_SKEW < datetime.now(UTC) - parse_time(entry["time"]) < _ACTS_WITHIN
 
 
-def find_unfinished_change(entries: Sequence[Mapping[str, Any]], archive: str) -> Mapping[str, object] | None:
+def find_unfinished_change(entries: Sequence[LedgerEntry], archive: str) -> Mapping[str, object] | None:
     """Return the line that announced a deletion or replacement of an archive whose outcome no later line records.
 
     None if there is none that is less than an hour old: later, the run is assumed to have been killed.
     """
-    begun: dict[int, Mapping[str, Any]] = {}
+    begun: dict[int, LedgerEntry] = {}
     for e in (e for e in entries if e["archive"] == archive):
         if e["event"] in ("delete", "replace"):
             begun[e["seq"]] = e
@@ -316,7 +316,7 @@ def verify_chain(store: str, head: str | None = None) -> dict[str, object]:
     }
 
 
-def find_backward_times(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
+def find_backward_times(entries: Sequence[LedgerEntry]) -> list[dict[str, object]]:
     """Return the lines whose time is more than five minutes before that of the preceding line.
 
     A clock was wrong when one of the two was written; the ledger does not show which.
@@ -340,7 +340,7 @@ def find_backward_times(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, 
     return out
 
 
-def describe_clock_error(entries: Sequence[Mapping[str, Any]]) -> str | None:
+def describe_clock_error(entries: Sequence[LedgerEntry]) -> str | None:
     """Return a warning if this machine's clock is more than five minutes behind the time of the last line; otherwise
     None."""
     now = datetime.now(UTC).replace(microsecond=0)

@@ -67,7 +67,7 @@ class Recorded:
     tensors: Mapping[str, tuple[str, tuple[int, ...], str]] = field(default_factory=dict)
     tied: frozenset[str] = frozenset()
     added: frozenset[str] = frozenset()
-    made: Mapping[str, Any] = field(default_factory=dict)
+    made: Mapping[str, object] = field(default_factory=dict)
     values: Mapping[str, str] | None = None
     whole: Mapping[str, Value] = field(default_factory=dict)
     changed: frozenset[str] = frozenset()

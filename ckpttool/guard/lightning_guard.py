@@ -7,6 +7,7 @@ files are written. `teardown` comes after the last save of a fit, `on_exception`
 
 from __future__ import annotations
 
+import os
 from functools import wraps
 from typing import Any
 
@@ -35,7 +36,7 @@ class LightningGuard(Guard, Callback):  # type: ignore[misc]
         save = trainer.save_checkpoint
 
         @wraps(save)
-        def save_and_check(filepath: Any, *given: object, **more: object) -> None:
+        def save_and_check(filepath: str | os.PathLike[str], *given: object, **more: object) -> None:
             """Save, and have the result proved."""
             save(filepath, *given, **more)
             self.check(filepath)

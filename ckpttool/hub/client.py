@@ -15,12 +15,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from json import JSONDecodeError
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..errors import CkpttoolError, RemoteError, UsageError, argument
 from ..storage import remote, retries, urls
 from ..storage.answer_limits import LIMITS, RequestBudget, Stalled, within_budget, within_budget_in_all_threads
 from ..storage.hub_limits import bound_hub_client
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import RepoFile
 
 __all__ = [
     "CommitConflict",
@@ -239,13 +242,13 @@ class Repository:
             files[f.path] = self._convert_file(f)
         return RepositoryState(bool(found.private), commit, files)
 
-    def _list_files(self, commit: str) -> list[Any]:
+    def _list_files(self, commit: str) -> list[RepoFile]:
         """Return the files of a commit as objects of huggingface_hub, with their names checked.
 
         Raises:
             RemoteError: the Hub lists a file twice, or too many. Unsafe: a file's name leads elsewhere.
         """
-        found: dict[str, Any] = {}
+        found: dict[str, RepoFile] = {}
         for f in self.api.list_repo_tree(self.repo_id, recursive=True, revision=commit):
             if not hasattr(f, "blob_id"):
                 continue
@@ -256,7 +259,7 @@ class Repository:
             found[name] = f
         return list(found.values())
 
-    def _convert_file(self, f: Any) -> RemoteFile:
+    def _convert_file(self, f: RepoFile) -> RemoteFile:
         """Convert a file, given as an object of huggingface_hub, to its size and hashes.
 
         Raises:
@@ -333,7 +336,9 @@ class Repository:
         small = [CommitOperationAdd("ckpttool.json", b"{}")]
         self.ask(lambda: self.api.preupload_lfs_files(self.repo_id, small, revision=revision, create_pr=pull))
 
-    def upload_files(self, files: Sequence[FileToSend], revision: str | None, pull: bool, jobs: int) -> list[Any]:
+    def upload_files(
+        self, files: Sequence[FileToSend], revision: str | None, pull: bool, jobs: int
+    ) -> Sequence[object]:
         """Upload the files that belong into LFS (git's storage for large files) and are not on the Hub yet; nothing is
         committed.
 

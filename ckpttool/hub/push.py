@@ -495,7 +495,7 @@ class Push:
         if not out.private and not self.public:
             raise RemoteError(self.target.became_public_message(commit))
 
-    def upload(self, changed: Sequence[PushFile], sent: dict[str, int], progress: Progress) -> list[Any]:
+    def upload(self, changed: Sequence[PushFile], sent: dict[str, int], progress: Progress) -> Sequence[object]:
         """Upload the large files among those that the repository lacks, and return the operations that commit all of
         them.
 

@@ -94,7 +94,7 @@ class AzureObject:
         if not self.key:
             raise UsageError(f"{self.url} names a container; give an object in it.", code="CKPT0214")
 
-    def request(self, method: str, *args: Any, **kwargs: object) -> Any:
+    def request(self, method: str, *args: object, **kwargs: object) -> Any:
         """Call a method of azure-storage-blob's BlobClient, with retries, and return its result. A write must be
         confirmed within `write_seconds`.
 

@@ -197,7 +197,7 @@ class WatchJournal:
         except OSError as e:
             raise kind_of_failure(e)(f"{path} cannot be written: {e.strerror}.") from e
 
-    def list_earlier(self, save: WatchedSave) -> list[dict[str, Any]]:
+    def list_earlier(self, save: WatchedSave) -> list[Event]:
         """Return the records of proved saves before this one, the nearest first. Only saves count whose names differ
         from its name in numbers alone. All but the first record come without tensors."""
         same = [
@@ -205,7 +205,7 @@ class WatchJournal:
             for e in self.proved.values()
             if to_name_family(e["name"]) == to_name_family(save.name) and tuple(e["age"]) < save.age
         ]
-        out: list[dict[str, Any]] = []
+        out: list[Event] = []
         for event in sorted(same, key=lambda e: tuple(e["age"]), reverse=True):
             try:
                 with open(self._get_record_path(event["name"])) as text:

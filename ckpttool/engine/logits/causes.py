@@ -85,7 +85,7 @@ def _flatten_config(above: str, config: Mapping[str, object]) -> list[tuple[str,
     Args:
         above: prefix of the keys, "" or ending with a dot.
     """
-    out: list[tuple[str, Any]] = []
+    out: list[tuple[str, object]] = []
     for key, value in config.items():
         out += _flatten_config(f"{above}{key}.", value) if isinstance(value, dict) else [(above + key, value)]
     return out

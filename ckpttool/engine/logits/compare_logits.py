@@ -90,7 +90,7 @@ class LogitComparison(Shown):
     first_layer: str | None = None
     causes: list[LayerCause] = field(default_factory=list)
     layers: list[LayerDifference] = field(default_factory=list)
-    config: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    config: dict[str, tuple[object, object]] = field(default_factory=dict)
     weights: int = 0
     weights_differ: list[str] = field(default_factory=list)
     unreached: list[str] = field(default_factory=list)

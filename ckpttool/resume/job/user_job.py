@@ -173,7 +173,9 @@ def _add_to_sys_path(folder: str) -> None:
         sys.path.insert(0, folder)
 
 
-def call_build(settings: RunSettings, mesh: object) -> tuple[Any, Any, Any, Any, Any, Any]:
+def call_build(
+    settings: RunSettings, mesh: object
+) -> tuple[Any, object, object, object, Callable[..., object] | None, Callable[[str, int], object] | None]:
     """Import and call the user's function.
 
     `mesh` is the DeviceMesh that is passed if the function has a parameter of that name.
