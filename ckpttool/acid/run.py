@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..bounded_json import encode, parse
 from ..errors import NotRecognised, UsageError, argument
@@ -20,6 +19,7 @@ from .kit import KIT_VERSION, Case, choose_cases, open_kit, read_expected_state
 from .scoring import (
     FAILURES,
     PARTS,
+    Answer,
     Row,
     judge_answers,
     list_called_functions,
@@ -108,7 +108,7 @@ class _Session:
             ) from None
         self.introduction = self._read(_IMPORT_SECONDS)
 
-    def ask(self, case: Case, function: str, seconds: float) -> dict[str, Any]:
+    def ask(self, case: Case, function: str, seconds: float) -> Answer:
         """Call a function of the tested program on a case.
 
         Args:
@@ -127,7 +127,7 @@ class _Session:
             return {"status": "crashed", "message": "its process ended in a call before this one"}
         return self._read(seconds + 60)
 
-    def _read(self, seconds: float) -> dict[str, Any]:
+    def _read(self, seconds: float) -> Answer:
         """Read an answer of the process; the process is killed after `seconds`.
 
         Returns:
@@ -143,7 +143,7 @@ class _Session:
             hung = time.monotonic() >= end
             said = f"gave no answer in {seconds:g} s" if hung else "ended"
             return {"status": "hung" if hung else "crashed", "message": f"its process {said}"}
-        answer: dict[str, Any] = parse(line, "the answer of a program")
+        answer: Answer = parse(line, "the answer of a program")
         return answer
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class _Session:
         self._process.communicate()
 
 
-def _refuse_untestable_program(program: str, said: Mapping[str, Any]) -> None:
+def _refuse_untestable_program(program: str, said: Answer) -> None:
     """Raise UsageError if a program cannot be imported, or declares something that could not be tested.
 
     Args:
@@ -223,7 +223,7 @@ def acid(
         waiting = iter(unlisted + chosen)  # of a list, which threads may share
         found: dict[str, Row | None] = {}
 
-        def work(_: int) -> Mapping[str, Any]:
+        def work(_: int) -> Answer:
             """Examine cases while there are some; return what the program says of itself."""
             session = _Session(program, python or sys.executable)
             try:

@@ -16,6 +16,7 @@ from .kit import Case, Expected
 __all__ = [
     "FAILURES",
     "PARTS",
+    "Answer",
     "Row",
     "judge_answers",
     "list_called_functions",
@@ -24,6 +25,8 @@ __all__ = [
 ]
 
 PARTS = ("weights", "optimizer", "values")
+#: What a program says: an object of JSON, whose entries may be missing or of any type.
+Answer = Mapping[str, Any]
 #: Verdicts that a program should never get.
 FAILURES = frozenset(("wrong", "lost", "accepted", "ran code", "crashed", "hung"))
 #: Verdicts on a whole checkpoint that was not read, so that a refusal of a broken one made of it proves nothing.
@@ -82,7 +85,7 @@ def list_handled_parts(case: Case, claims: Mapping[str, Iterable[str]] | None) -
     return parts if case.golden or set(parts) & set(case.touches) else ()
 
 
-def list_called_functions(case: Case, introduction: Mapping[str, Any]) -> list[str]:
+def list_called_functions(case: Case, introduction: Answer) -> list[str]:
     """Return the names of the program's functions that are called on a case.
 
     These are load, list and verify, as far as the program has them. Save is added for a golden case that has to be
@@ -99,8 +102,8 @@ def list_called_functions(case: Case, introduction: Mapping[str, Any]) -> list[s
 def judge_answers(
     case: Case,
     expected: Expected | None,
-    introduction: Mapping[str, Any],
-    answers: Mapping[str, Mapping[str, Any]],
+    introduction: Answer,
+    answers: Mapping[str, Answer],
 ) -> Row:
     """Judge a program's answers on a case.
 
@@ -170,7 +173,7 @@ def _judge_names(row: Row, expected: Expected, parts: tuple[str, ...], names: li
 
 
 def _judge_state(
-    row: Row, function: str, expected: Expected, parts: tuple[str, ...], answer: Mapping[str, Any], widens: bool
+    row: Row, function: str, expected: Expected, parts: tuple[str, ...], answer: Answer, widens: bool
 ) -> None:
     """Set the verdicts on a state that was loaded: one for each part or, for `save` or a broken case, one for all
     parts.
