@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -73,7 +72,7 @@ def make_absolute(path: str) -> str:
     return path if urls.is_url(path) else os.path.abspath(path)
 
 
-def read_job(job: Mapping[str, Any]) -> tuple[str, str, OpenOptions, WriteRequest]:
+def read_job(job: Json) -> tuple[str, str, OpenOptions, WriteRequest]:
     """Return (source, destination, how to read, what to write) of a conversion that `describe_job` returned."""
     asked = dict(job["writing"])
     options = asked.pop("options")
