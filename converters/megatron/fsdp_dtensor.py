@@ -17,13 +17,13 @@ it needs a GPU.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpttool.errors import Corrupt
 from ckpttool.index.checkpoint import Checkpoint, Chunks, Leaves, Path, TensorEntry, joined
-from ckpttool.index.names import CanonicalState, original_path
+from ckpttool.index.names import CanonicalState
 from ckpttool.layouts import Place, ReadOptions, checkpoint_of
 from ckpttool.storage.overlay import find_parent_folder
 from ckpttool.storage.source import Source
@@ -32,13 +32,28 @@ from ckpttool.storage.sources import open_source
 from .. import dcp
 from .dist_checkpointing import locate_distcp_tensors
 from .keys import TRAINER, to_plain_args
+from .legacy.sharding import LAYER, to_global_name
 
 __all__ = ["FsdpDtensor"]
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_\d{7}|release")
 _HALF = re.compile(r"(?P<name>.*linear_fc1\.(?:weight|bias)\d*)_(?P<half>[wv])")
+_WRAPPERS = re.compile(r"^(?:module\.)+")  # of Float16Module, MegatronFSDP, and the adapter around them
+_RANK = re.compile(r"\((\d{1,9}), (\d{1,9})\)")  # of the pipeline, and of the tensors
+_EXPERTS = ".experts.experts."  # where the tensors of all experts are one, in dist_checkpointing's names
 _META = ("optim", "param_to_group_meta")
+
+
+class _Part(NamedTuple):
+    """What a stored tensor is of a parameter in `dist_checkpointing`: all of it, where it has no expert and no half.
+
+    `expert` is the number of its expert; `half` is "w" for the gate of linear_fc1, "v" for the other matrix, "" for
+    neither.
+    """
+
+    expert: int | None
+    half: str
 
 
 class FsdpDtensor:
@@ -69,8 +84,7 @@ class FsdpDtensor:
         """
         found = dcp.read(Place(source, None), ReadOptions(salvage=options.salvage))
         leaves = found.leaves()
-        names = {str(original_path(p, found.origin)[-1]): str(p[1]) for p in leaves if p[0] == "model" and len(p) == 2}
-        named = CanonicalState(_rename_leaves(leaves, names), {}, TRAINER, found.notes)
+        named = CanonicalState(_rename_leaves(leaves), {}, TRAINER, found.notes)
         if len(named.leaves) != len(leaves):
             found.notes.append(
                 "linear_fc1 is stored as two tensors, _w and _v, and is one tensor here, as in Megatron-Core's other "
@@ -83,83 +97,114 @@ class FsdpDtensor:
 
     def locate(self, ckpt: Checkpoint, source: Source) -> Checkpoint:
         """Return the index with the place of every tensor in the .distcp files, which are opened for it."""
-        return locate_distcp_tensors(ckpt, source)
+        experts = {n: t for n, t in ckpt.tensors.items() if len(t.chunks) and t.chunks.ndim > 1 and _EXPERTS in n}
+        flat = {n: _flatten_experts(t) for n, t in experts.items() if t.coding != "raw"}
+        found = locate_distcp_tensors(replace(ckpt, tensors=dict(ckpt.tensors) | flat), source)
+        for n in flat:
+            t, there = ckpt.tensors[n], found.tensors[n]
+            out = Chunks(t.chunks.ndim)
+            out.start, out.shape = t.chunks.start, t.chunks.shape
+            out.file, out.offset, out.length = there.chunks.file, there.chunks.offset, there.chunks.length
+            out.strides = {k: (0, *strides) for k, strides in there.chunks.strides.items()}
+            found.tensors[n] = replace(there, shape=t.shape, chunks=out)
+        return found
 
 
-def _rename_leaves(found: Mapping[Path, object], names: Mapping[str, str]) -> Leaves:
-    """Return the leaves of a DCP folder under the names that Megatron-Core's other formats have.
+def _flatten_experts(t: TensorEntry) -> TensorEntry:
+    """Return a tensor of shape [experts, rows, ..] as one of shape [experts * rows, ..], whose chunks are shaped as they
+    are stored, one expert in each."""
+    out = Chunks(len(t.shape) - 1)
+    for (start, shape), *extent in zip(t.chunks.boxes(), t.chunks.file, t.chunks.offset, t.chunks.length, strict=True):
+        out.add((start[0] * t.shape[1] + start[1], *start[2:]), shape[1:], *extent)
+    return replace(t, shape=(t.shape[0] * t.shape[1], *t.shape[2:]), chunks=out)
 
-    Args:
-        found: {canonical path: tensor or data}.
-        names: {name of a parameter in `param_to_group_meta`: its name in the model}.
+
+def _rename_leaves(found: Mapping[Path, object]) -> Leaves:
+    """Return the leaves of a DCP folder, {canonical path: tensor or data}, under the names that Megatron-Core's other
+    formats have.
 
     Raises:
         Corrupt: one half of a gated matrix is missing, or is of another shape.
     """
     out: Leaves = {}
-    halves: dict[Path, dict[str, TensorEntry]] = {}
+    parts: dict[Path, dict[_Part, TensorEntry]] = {}
     metas: dict[str, dict[Any, Any]] = {}
+    model = {_WRAPPERS.sub("", str(p[1])) for p in found if p[0] == "model" and len(p) == 2}
+    shards = [m for p in found if p[0] == "rng" and len(p) > 1 and (m := _RANK.fullmatch(str(p[1])))]
+    grid = ".".join(str(1 + max((int(m[k]) for m in shards), default=0)) for k in (1, 2))
     for path, leaf in found.items():
-        if path[:2] == _META and len(path) > 3:
-            name = names.get(str(path[2]), str(path[2]))
-            metas.setdefault(_without_half_suffix(name), {})[path[3:]] = leaf
+        at = 1 if path[0] == "model" and len(path) == 2 else 2 if path[0] == "optim" and len(path) > 3 else None
+        if at is not None:
+            name, part = _parse_name(str(path[at]), model)
+            key = (*path[:at], name, *path[at + 1 :])
+            if path[:2] == _META:
+                metas.setdefault(name, {})[path[3:]] = leaf
+            elif isinstance(leaf, TensorEntry):
+                parts.setdefault(key, {})[part] = leaf
+                out.setdefault(key, None)  # its place in the order
+            else:
+                out[key] = leaf
         elif path[:2] == ("extra", "opt_param_scheduler"):
             out["scheduler", *path[2:]] = leaf
         elif path[:2] == ("extra", "args"):
             out[path] = to_plain_args(leaf)
-        elif (
-            isinstance(leaf, TensorEntry)
-            and path[0] in ("model", "optim")
-            and _without_half_suffix(at := _find_parameter_name(path)) != at
-        ):
-            key = tuple(_without_half_suffix(p) if isinstance(p, str) and p == at else p for p in path)
-            m = _HALF.fullmatch(at)
-            assert m is not None
-            halves.setdefault(key, {})[m["half"]] = leaf
-            out.setdefault(key, None)  # its place in the order
+        elif path[0] == "rng" and len(path) > 1 and (of := _RANK.fullmatch(str(path[1]))):
+            out["rng", f"shard_{of[1]}.{of[2]}_{grid}", *path[2:]] = leaf
         else:
             out[path] = leaf
-    for path, both in halves.items():
-        out[path] = _join_halves(path, both)
+    for path, tensors in parts.items():
+        out[path] = _join_parts(path, tensors)
     return out | _build_param_groups(metas)
 
 
-def _find_parameter_name(path: Path) -> str:
-    """Return the name of the parameter whose weight or optimizer state has this path; "" for any other path."""
-    return str(path[1]) if path[0] == "model" else str(path[2]) if len(path) > 3 else ""
+def _parse_name(stored: str, model: Set[str]) -> tuple[str, _Part]:
+    """Return (the name in `dist_checkpointing` of a parameter, the part of it that has the stored name).
+
+    Args:
+        stored: the name in the DCP folder, of the model or of the optimizer.
+        model: the names of all parameters of the model, without the wrappers' prefix: norms get the names of fused ones
+            where the layer's are modules of their own.
+    """
+    name = _WRAPPERS.sub("", stored)
+    half = m["half"] if (m := _HALF.fullmatch(name)) else ""
+    name = m["name"] if m else name
+    of = LAYER.fullmatch(name)
+    layer = f"{of['head']}.{of['i']}" if of else ""
+    fused = {f"{layer}.self_attention.linear_qkv.weight", f"{layer}.input_layernorm.weight"} <= model
+    name, expert = to_global_name(name, 0, fused)
+    return name, _Part(expert, half)
 
 
-def _without_half_suffix(name: str) -> str:
-    """Return the name without its suffix _w or _v, which marks one half of a gated linear_fc1; any other name
-    unchanged."""
-    m = _HALF.fullmatch(name)
-    return m["name"] if m else name
-
-
-def _join_halves(path: Path, both: Mapping[str, TensorEntry]) -> TensorEntry:
-    """Join the two halves of a gated tensor into one tensor at `path`, with the rows of "w" before those of "v".
-
-    `both` is {"w": one half, "v": the other}.
+def _join_parts(path: Path, parts: Mapping[_Part, TensorEntry]) -> TensorEntry:
+    """Join the parts of a tensor into one at `path`: the rows of half "w" above those of "v", and an axis before these
+    that counts the experts. A tensor that is one part stays unchanged but for its path.
 
     Raises:
-        Corrupt: one half is missing, or they differ in dtype, shape or coding.
+        Corrupt: a part is missing, or parts differ in dtype, shape or coding.
     """
-    if both.keys() != {"w", "v"} or (both["w"].dtype, both["w"].shape, both["w"].coding) != (
-        both["v"].dtype,
-        both["v"].shape,
-        both["v"].coding,
-    ):
+    first = next(iter(parts.values()))
+    halves = sorted({p.half for p in parts}, reverse=True)  # "w" before "v"
+    experts = sorted({p.expert for p in parts}, key=lambda e: -1 if e is None else e)
+    alike = all((t.dtype, t.shape, t.coding) == (first.dtype, first.shape, first.coding) for t in parts.values())
+    whole = halves in ([""], ["w", "v"]) and experts in ([None], list(range(len(experts))))
+    if not alike or not whole or len(parts) != len(halves) * len(experts):
         raise Corrupt(
-            f'"{joined(path)}" is stored as two halves, and '
-            f"{'one is missing' if len(both) < 2 else 'they are not alike'}.",
+            f'"{joined(path)}" is stored as {"two halves" if experts == [None] else "a tensor of each expert"}, and '
+            f"{'they are not alike' if not alike else 'one is missing'}.",
             code="CKPT0412",
         )
-    first, second = both["w"], both["v"]
-    out, rows = Chunks(len(first.shape)), first.shape[0]
-    for start, t in ((0, first), (rows, second)):
+    if not first.shape:  # the step, which is that of all parts
+        return replace(first, path=path)
+    stack = [] if experts == [None] else [len(experts)]
+    out, rows = Chunks(len(stack) + len(first.shape)), first.shape[0]
+    for part, t in parts.items():
         for c in t.chunks:
-            out.add((c.start[0] + start, *c.start[1:]), c.shape, *c.extent, strides=c.strides, zstd=c.zstd)
-    return replace(first, shape=(2 * rows, *first.shape[1:]), path=path, chunks=out)
+            start = (c.start[0] + rows * halves.index(part.half), *c.start[1:])
+            if stack:
+                out.add((part.expert or 0, *start), (1, *c.shape), *c.extent)
+            else:
+                out.add(start, c.shape, *c.extent, strides=c.strides, zstd=c.zstd)
+    return replace(first, shape=(*stack, rows * len(halves), *first.shape[1:]), path=path, chunks=out)
 
 
 def _build_param_groups(metas: Mapping[str, Mapping[Any, Any]]) -> Leaves:
