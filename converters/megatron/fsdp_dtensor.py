@@ -111,11 +111,13 @@ class FsdpDtensor:
 
 
 def _flatten_experts(t: TensorEntry) -> TensorEntry:
-    """Return a tensor of shape [experts, rows, ..] as one of shape [experts * rows, ..], whose chunks are shaped as they
-    are stored, one expert in each."""
+    """Return a tensor of shape [experts, rows, ..] as one of shape [experts * rows, ..].
+
+    Each chunk is of one expert, and gets the shape in which it is stored.
+    """
     out = Chunks(len(t.shape) - 1)
-    for (start, shape), *extent in zip(t.chunks.boxes(), t.chunks.file, t.chunks.offset, t.chunks.length, strict=True):
-        out.add((start[0] * t.shape[1] + start[1], *start[2:]), shape[1:], *extent)
+    for c in t.chunks:
+        out.add((c.start[0] * t.shape[1] + c.start[1], *c.start[2:]), c.shape[1:], *c.extent)
     return replace(t, shape=(t.shape[0] * t.shape[1], *t.shape[2:]), chunks=out)
 
 

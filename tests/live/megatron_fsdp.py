@@ -2,7 +2,8 @@
 under torchrun:
 
     megatron_fsdp.py CASES.json    [{"folder": run to save in, "truth": file, "how": arguments of fixtures/megatron/jobs.Job, "gated": swiglu or
-                                     not, "ddp": arguments of DistributedDataParallelConfig}]
+                                     not, "ddp": arguments of DistributedDataParallelConfig}, or without "how", "gated" and "ddp": a model of
+                                     torch's modules under megatron_fsdp.fully_shard, saved with plain DCP]
 
 Rank 0 writes the same list with "losses" of the three steps after the save and "groups", {name of a parameter: [its weight decay, its step]}, into
 CASES.json. `truth` is gathered from the ranks' own buffers: model.NAME as the forward pass computes with it, master.NAME in fp32 where the weights are
@@ -22,7 +23,7 @@ import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -31,6 +32,10 @@ from fixtures.megatron import jobs
 jobs.on_cpu()
 import numpy  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from torch import nn  # noqa: E402
 
 
 class FusedAdam(torch.optim.AdamW):
@@ -74,7 +79,7 @@ class Torch(ModuleType):
         return getattr(torch, name)
 
 
-def with_fsdp(gated: bool = True, torch_s_adam: bool = False, **ddp: Any) -> None:
+def with_fsdp(gated: bool = True, **ddp: Any) -> None:
     """Have jobs.Job make Megatron-FSDP's modules and optimizers, as Megatron-LM's get_model does."""
     import megatron.core.distributed as made
     import megatron.core.optimizer as optimizers
@@ -105,7 +110,7 @@ def with_fsdp(gated: bool = True, torch_s_adam: bool = False, **ddp: Any) -> Non
         DistributedDataParallelConfig, use_megatron_fsdp=True, gradient_reduce_div_fusion=False, **ddp
     )
     config.TransformerConfig = configured
-    optimizers.Adam, optimizers.USING_PYTORCH_OPTIMIZER = FusedAdam, torch_s_adam
+    optimizers.Adam, optimizers.USING_PYTORCH_OPTIMIZER = FusedAdam, False
 
 
 def _on_cpu(from_group: Any, groups: Any, device_type: str, *a: Any, **k: Any) -> Any:
@@ -161,7 +166,9 @@ def local(job: Any) -> dict[str, Any]:
         slots["param"] = p.to_local()
         if group.model_weight_buffer is not None:
             number = group.model_weight_buffer.param_idx[whole]
-            slots["computed"] = group.model_weight_buffer.get_item(number, only_shard=mine.stop - mine.start < whole.numel())
+            slots["computed"] = group.model_weight_buffer.get_item(
+                number, only_shard=mine.stop - mine.start < whole.numel()
+            )
         dim = whole.partition_dim if getattr(whole, "tensor_model_parallel", False) else -1
         flat = {k: (mine.start, mine.stop, v.detach().clone().flatten()) for k, v in slots.items()}
         out[key] = torch.empty(whole.shape), dim, flat
@@ -183,36 +190,64 @@ def truth(job: Any) -> dict[str, Any]:
 
 def save(case: dict[str, Any]) -> None:
     """Train three steps, save, and train three more."""
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-    from safetensors.torch import save_file
-
     with_fsdp(case["gated"], **case["ddp"])
     job = jobs.Job(**case["how"])
     for k in range(jobs.STEPS):
         job.step(k)
     run = Path(case["folder"])
     tree = state(job, case["gated"], case["how"].get("experts", 0))
-    dcp.save(tree, checkpoint_id=run / f"iter_{jobs.STEPS:07d}")
-    found = truth(job)
+    write(tree, run / f"iter_{jobs.STEPS:07d}", truth(job), case["truth"])
+    (run / "latest_checkpointed_iteration.txt").write_text(str(jobs.STEPS))
     names = {p: name_in_file(job, name) for name, p in job.module.named_parameters()}
-    moments = job.optimizer.optimizer.state
     case["groups"] = {
-        re.sub(r"local_experts\.\d+", "experts", names[p]): [g["weight_decay"], int(g["step"] if "step" in g else moments[p]["step"])]
+        re.sub(r"local_experts\.\d+", "experts", names[p]): [g["weight_decay"], g["step"]]
         for g in job.optimizer.param_groups
         for p in g["params"]
     }
     case["scheduler"] = job.scheduler.state_dict()
     case["losses"] = [job.step(k) for k in range(jobs.STEPS, 2 * jobs.STEPS)]
+
+
+def save_standalone(case: dict[str, Any]) -> None:
+    """Train a model of torch's modules three steps under megatron_fsdp.fully_shard, and save as its README does; but for the hook with which
+    0.16.1 prepares the optimizer's state dict, which returns the one of before the first step, without any moments."""
+    from megatron.core.distributed.fsdp.src import megatron_fsdp
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
+
+    with_fsdp()
+    sys.modules[megatron_fsdp.fully_shard.__module__].DistributedDataParallelConfig = sys.modules[  # type: ignore[attr-defined]
+        "megatron.core.distributed"
+    ].DistributedDataParallelConfig
+    torch.manual_seed(1)
+    blocks = [nn.TransformerEncoderLayer(16, 2, 40, dropout=0.0, batch_first=True) for _ in range(2)]
+    net = nn.Sequential(nn.Embedding(jobs.VOCAB, 16), *blocks, nn.Linear(16, jobs.VOCAB)).bfloat16()
+    model, optimizer = megatron_fsdp.fully_shard(
+        net, FusedAdam(net.parameters(), lr=1e-2), fsdp_unit_modules=[nn.TransformerEncoderLayer], device=torch.device("cpu"),
+        device_mesh=dist.init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("fsdp", "tp")),
+        dp_shard_dim="fsdp", tp_dim="tp", preproc_state_dict_for_dcp_ckpt=False,
+    )  # fmt: skip
+    for k in range(jobs.STEPS):
+        x = torch.randint(0, jobs.VOCAB, (4, 8), generator=torch.Generator().manual_seed(2 * k + dist.get_rank()))
+        nn.functional.cross_entropy(model(x).float().flatten(0, 1), x.roll(-1, 1).flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    tree = preprocess_state_dict_for_uneven_dtensor({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    ranks = SimpleNamespace(get_tensor_model_parallel_rank=lambda: 0)
+    job = SimpleNamespace(model=model, module=net, optimizer=SimpleNamespace(optimizer=optimizer), ps=ranks)
+    write(tree, Path(case["folder"]), truth(job), case["truth"])
+
+
+def write(tree: dict[str, Any], folder: Path, found: dict[str, Any], file: str) -> None:
+    """Save what torch is to save, and the truth."""
+    dcp.save(tree, checkpoint_id=folder)
     if dist.get_rank() == 0:
-        (run / "latest_checkpointed_iteration.txt").write_text(str(jobs.STEPS))
-        save_file({k: t.contiguous() for k, t in found.items()}, case["truth"])
+        save_file({k: t.contiguous() for k, t in found.items()}, file)
 
 
 if __name__ == "__main__":
     cases = json.loads(Path(sys.argv[1]).read_text())
     for each in cases:
-        save(each)
+        save(each) if "how" in each else save_standalone(each)
     if int(os.environ["RANK"]) == 0:
         Path(sys.argv[1]).write_text(json.dumps(cases))
     sys.stdout.flush()

@@ -24,7 +24,6 @@ CASES: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
     "fp32": ({}, False, SHARDED),
     "experts": ({"bf16": True, "experts": 4, "ep": 2}, True, SHARDED),
     "tensor_parallel": ({"bf16": True, "tp": 2}, True, SHARDED),
-    "optim": ({"bf16": True}, True, {"data_parallel_sharding_strategy": "optim"}),
 }
 
 
@@ -36,10 +35,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dic
         {"folder": str(out / case), "truth": str(out / f"{case}.safetensors"), "how": how, "gated": gated, "ddp": ddp}
         for case, (how, gated, ddp) in CASES.items()
     ]
+    cases.append({"folder": str(out / "standalone"), "truth": str(out / "standalone.safetensors")})
     (out / "cases.json").write_text(json.dumps(cases))
     printed = torchrun(2, "megatron_fsdp.py", str(out / "cases.json"))
-    said = dict(zip(CASES, json.loads((out / "cases.json").read_text()), strict=True))
-    assert all("losses" in x for x in said.values()), printed[-4000:]
+    said = dict(zip([*CASES, "standalone"], json.loads((out / "cases.json").read_text()), strict=True))
+    assert (out / "standalone.safetensors").exists(), printed[-4000:]
     return out, said
 
 
@@ -47,36 +47,38 @@ def step_folder(out: Path, case: str) -> Path:
     return out / case / "iter_0000003"
 
 
+def differing(found: ckpttool.OpenCheckpoint, truth: dict[str, torch.Tensor]) -> list[str]:
+    """The weights and moments that are not those of the ranks, on either side. The weights of a checkpoint are the fp32 ones of the
+    optimizer, and those that the model computes with are the same, rounded."""
+    wanted = {}
+    for name, t in truth.items():
+        kind, _, rest = name.partition(".")
+        key, _, slot = rest.rpartition(".")
+        if kind == "model":
+            wanted[name] = master = truth.get(f"master.{rest}", t)
+            assert torch.equal(master.to(t.dtype), t)
+        elif kind == "optim":
+            wanted[f"optim.state.{key}.{slot}"] = t
+    got = {n: found[n].torch() for n in found if n.startswith(("model.", "optim."))}
+    equal = {
+        n for n in got.keys() & wanted.keys() if got[n].dtype == wanted[n].dtype and torch.equal(got[n], wanted[n])
+    }
+    return sorted((got.keys() | wanted.keys()) - equal)
+
+
 @pytest.mark.parametrize("to", [None, "full", "dcp", "megatron"])
 @pytest.mark.parametrize("case", CASES)
 def test_weights_moments_and_settings_of_the_ranks_are_there_exactly(
     saved: tuple[Path, dict[str, dict[str, Any]]], case: str, to: str | None, tmp_path: Path
 ) -> None:
-    """The weights in the file are the fp32 ones of the optimizer."""
     out, said = saved
     where = step_folder(out, case)
     if to is not None:
         done = ckpttool.convert(where, tmp_path / "out", to=to, world_size=None if to == "full" else 2)
         assert done.verified and not done.dropped
         where = tmp_path / "out"
-    wanted = load_file(out / f"{case}.safetensors")
     with ckpttool.open(where) as found:
-        different = []
-        for name, t in wanted.items():
-            kind, _, rest = name.partition(".")
-            key, _, slot = rest.rpartition(".")
-            if kind == "model":
-                master = wanted.get(f"master.{rest}", t)
-                assert torch.equal(master.to(t.dtype), t)
-                there, t = name, master
-            else:
-                there = f"optim.state.{key}.{slot}" if kind == "optim" else f"model.{rest}"
-            got = found[there].torch()
-            if got.dtype != t.dtype or not torch.equal(got, t):
-                different.append(there)
-        assert different == []
-        parameters = {n for n in found if n.startswith(("model.", "optim."))}
-        assert len(parameters) == sum(not n.startswith("master.") for n in wanted)
+        assert differing(found, load_file(out / f"{case}.safetensors")) == []
         leaves = found.checkpoint.leaves()
     groups = [leaves["optim", "param_groups", i, "params"] for i in range(2)]
     settings = {
@@ -94,18 +96,39 @@ def test_megatron_core_s_distributed_optimizer_loads_them_and_trains_on(
 ) -> None:
     """At other tensor- and expert-parallel sizes. With the sizes of the save, the next losses are those of the Megatron-FSDP job."""
     out, said = saved
-    to = {
-        "gated": {"bf16": True},
-        "experts": {"bf16": True, "experts": 4},
-        "tensor_parallel": {"bf16": True, "padded": 160},
-        "optim": {"bf16": True, "tp": 2, "padded": 144},
-    }
+    to: list[tuple[str, dict[str, Any]]] = [
+        ("gated", {"bf16": True}),
+        ("gated", {"bf16": True, "tp": 2, "padded": 144}),
+        ("experts", {"bf16": True, "experts": 4}),
+        ("tensor_parallel", {"bf16": True, "padded": 160}),
+    ]
     cases = []
-    for case, how in to.items():
-        ckpttool.convert(step_folder(out, case), tmp_path / case, to="megatron", world_size=2)
-        cases.append({"checkpoint": str(tmp_path / case), "truth": str(out / f"{case}.safetensors"), "how": how, "override": True})
+    for case, how in to:
+        if not (tmp_path / case).exists():
+            ckpttool.convert(step_folder(out, case), tmp_path / case, to="megatron", world_size=2)
+        cases.append(
+            {
+                "checkpoint": str(tmp_path / case),
+                "truth": str(out / f"{case}.safetensors"),
+                "how": how,
+                "override": True,
+            }
+        )
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     printed = torchrun(2, "megatron_resume.py", str(tmp_path / "cases.json"))
     found = json.loads((tmp_path / "cases.json").read_text())
     assert [x.get("different") for x in found] == [[]] * len(to), printed[-4000:]
     assert found[0]["losses"] == said["gated"]["losses"]
+
+
+@pytest.mark.parametrize("to", [None, "full", "dcp"])
+def test_a_model_of_fully_shard_is_read_as_plain_dcp(
+    saved: tuple[Path, dict[str, dict[str, Any]]], to: str | None, tmp_path: Path
+) -> None:
+    """Its optimizer numbers the parameters."""
+    where = saved[0] / "standalone"
+    if to is not None:
+        ckpttool.convert(where, tmp_path / "out", to=to, world_size=None if to == "full" else 2)
+        where = tmp_path / "out"
+    with ckpttool.open(where) as found:
+        assert differing(found, load_file(saved[0] / "standalone.safetensors")) == []
