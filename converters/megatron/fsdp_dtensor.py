@@ -1,17 +1,22 @@
 """Megatron-FSDP's `fsdp_dtensor`: a plain DCP folder with names of its own, as the state that Megatron-Core's other
 formats hold.
 
-    model.{name}, optimizer.state.{name}.{slot}            DTensors, of any uneven cut; a gated linear_fc1 is two
-                                                           tensors, {name}_w and {name}_v
-    optimizer.param_to_group_meta.{name}.{key}             the hyperparameters of each parameter
-    opt_param_scheduler, rng_state, args, iteration, ...   as in common.pt
+    model.module.{name}                                    DTensors, of any uneven cut, in fp32 also where the job
+                                                           computes in bf16: they are the optimizer's
+    optimizer.state.module.module.module.{name}.{slot}     moments; two "module" in a job of fp32
+    optimizer.param_to_group_meta.module....{name}.{key}   the hyperparameters of each parameter, its step among them
+    rng_state.(pp, tp)                                     of each model-parallel rank
+    opt_param_scheduler, args, iteration, ...              as in common.pt
 
-The two halves of linear_fc1 become one tensor again, the gate above the other; param groups are the parameters with
-equal hyperparameters.
+{name} is that of the module: a gated linear_fc1 is two tensors, {name}_w and {name}_v, experts have their numbers in
+the model (experts.local_experts.3.linear_fc1.weight, experts.linear_fc1.weight3), and the norms of layers without
+TransformerEngine are input_layernorm and pre_mlp_layernorm. All become what they are in `dist_checkpointing`: one
+tensor, the gate above the other half; one tensor of all experts; norms of the linear layer behind them. Param groups
+are the parameters with equal hyperparameters.
 
 Source: megatron/core/transformer/fsdp_dtensor_checkpoint.py (handle_swiglu_in_state_dict) and
-optimizer/distrib_optimizer.py (_param_groups_to_param2group_meta) of megatron-core 0.16.1; no such job was run, since
-it needs a GPU.
+optimizer/distrib_optimizer.py (_param_groups_to_param2group_meta) of megatron-core 0.16.1, and its saves in
+tests/live/test_megatron_fsdp.py.
 """
 
 from __future__ import annotations
@@ -41,7 +46,7 @@ _ITERATION = re.compile(r"iter_\d{7}|release")
 _HALF = re.compile(r"(?P<name>.*linear_fc1\.(?:weight|bias)\d*)_(?P<half>[wv])")
 _WRAPPERS = re.compile(r"^(?:module\.)+")  # of Float16Module, MegatronFSDP, and the adapter around them
 _RANK = re.compile(r"\((\d{1,9}), (\d{1,9})\)")  # of the pipeline, and of the tensors
-_EXPERTS = ".experts.experts."  # where the tensors of all experts are one, in dist_checkpointing's names
+_EXPERTS = ".experts.experts."  # in dist_checkpointing's names, where the tensors of all experts are one
 _META = ("optim", "param_to_group_meta")
 
 
@@ -80,12 +85,12 @@ class FsdpDtensor:
         """Return the index of the DCP folder, under the names that Megatron-Core's other formats have.
 
         Raises:
-            Corrupt: half of a gated matrix is missing, or the DCP folder is damaged.
+            Corrupt: half of a gated matrix or an expert is missing, or the DCP folder is damaged.
         """
         found = dcp.read(Place(source, None), ReadOptions(salvage=options.salvage))
         leaves = found.leaves()
         named = CanonicalState(_rename_leaves(leaves), {}, TRAINER, found.notes)
-        if len(named.leaves) != len(leaves):
+        if any(p[0] == "model" and _HALF.fullmatch(str(p[1])) for p in leaves):
             found.notes.append(
                 "linear_fc1 is stored as two tensors, _w and _v, and is one tensor here, as in Megatron-Core's other "
                 "formats"
@@ -126,7 +131,7 @@ def _rename_leaves(found: Mapping[Path, object]) -> Leaves:
     formats have.
 
     Raises:
-        Corrupt: one half of a gated matrix is missing, or is of another shape.
+        Corrupt: half of a gated matrix or an expert is missing, or is of another shape.
     """
     out: Leaves = {}
     parts: dict[Path, dict[_Part, TensorEntry]] = {}

@@ -451,13 +451,14 @@ def test_what_a_lost_file_leaves_is_exact(case: str, tmp_path: Path) -> None:
 
 
 def fsdp_folder(run: Path) -> tuple[Path, dict[str, Tensor]]:
-    """(a folder of Megatron-FSDP, the weights and moments that it stands for). Put together by hand and saved by torch: such a job needs
-    a GPU, so that nothing here shows that its own saves look so."""
+    """(a folder of Megatron-FSDP, the weights and moments that it stands for). Put together by hand with the names of its own saves, which
+    live/test_megatron_fsdp.py has, and saved by torch."""
     gate, up, norm = torch.randn(5, 4), torch.randn(5, 4), torch.randn(4)
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     model = {f"module.{name}_w": gate, f"module.{name}_v": up, "module.decoder.final_layernorm.weight": norm}
-    state = {k: {"exp_avg": torch.randn_like(t)} for k, t in model.items()}
-    meta = {k: {"lr": 0.1, "wd_mult": float(t.dim() > 1), "lr_mult": 1.0, "step": 7} for k, t in model.items()}
+    state = {f"module.module.{k}": {"exp_avg": torch.randn_like(t)} for k, t in model.items()}
+    whole = {f"module.module.module.{name}": 1.0, "module.module.module.decoder.final_layernorm.weight": 0.0}
+    meta = {k: {"lr": 0.1, "wd_mult": x, "lr_mult": 1.0, "step": 7} for k, x in whole.items()}
     optimizer = {"state": state, "param_to_group_meta": meta}
     tree = {
         "model": model,
@@ -468,11 +469,11 @@ def fsdp_folder(run: Path) -> tuple[Path, dict[str, Tensor]]:
     }
     dcp.save({**tree, "args": argparse.Namespace(num_layers=1)}, checkpoint_id=run / "iter_0000003", no_dist=True)
     (run / "latest_checkpointed_iteration.txt").write_text("3")
-    first, second = (state[f"module.{name}_{half}"]["exp_avg"] for half in "wv")
+    first, second = (state[f"module.module.module.{name}_{half}"]["exp_avg"] for half in "wv")
     wanted = {
         f"model.{name}": torch.cat([gate, up]), "model.decoder.final_layernorm.weight": norm,
         f"optim.{name}.exp_avg": torch.cat([first, second]),
-        "optim.decoder.final_layernorm.weight.exp_avg": state["module.decoder.final_layernorm.weight"]["exp_avg"],
+        "optim.decoder.final_layernorm.weight.exp_avg": state["module.module.module.decoder.final_layernorm.weight"]["exp_avg"],
     }  # fmt: skip
     return run / "iter_0000003", wanted
 
@@ -503,9 +504,10 @@ def test_halves_of_megatron_fsdp_are_one_tensor_again(to: str, tmp_path: Path) -
     assert {s["step"] for s in tree["optim"]["state"].values()} == {7}
 
 
-def test_half_of_a_gated_matrix_is_refused(tmp_path: Path) -> None:
-    name = "module.decoder.layers.0.mlp.linear_fc1.weight_w"
-    dcp.save({"model": {name: torch.ones(2, 3)}, "iteration": 3}, checkpoint_id=tmp_path / "iter_0000003", no_dist=True)
+@pytest.mark.parametrize("name", ["linear_fc1.weight_w", "experts.linear_fc2.weight1"])
+def test_half_of_a_gated_matrix_or_an_expert_that_is_missing_is_refused(name: str, tmp_path: Path) -> None:
+    model = {f"module.decoder.layers.0.mlp.{name}": torch.ones(2, 3)}
+    dcp.save({"model": model, "iteration": 3}, checkpoint_id=tmp_path / "iter_0000003", no_dist=True)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
     with pytest.raises(Corrupt, match="one is missing"):
         ckpttool.open(tmp_path / "iter_0000003")
