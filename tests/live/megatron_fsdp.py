@@ -3,7 +3,8 @@ under torchrun:
 
     megatron_fsdp.py CASES.json    [{"folder": run to save in, "truth": file, "how": arguments of fixtures/megatron/jobs.Job, "gated": swiglu or
                                      not, "ddp": arguments of DistributedDataParallelConfig}, or without "how", "gated" and "ddp": a model of
-                                     torch's modules under megatron_fsdp.fully_shard, saved with plain DCP]
+                                     torch's modules under megatron_fsdp.fully_shard, saved with plain DCP, or with "load" for "folder" loaded from there
+                                     after three steps]
 
 Rank 0 writes the same list with "losses" of the three steps after the save and "groups", {name of a parameter: [its weight decay, its step]}, into
 CASES.json. `truth` is gathered from the ranks' own buffers: model.NAME as the forward pass computes with it, master.NAME in fp32 where the weights are
@@ -44,6 +45,9 @@ class FusedAdam(torch.optim.AdamW):
 
     def __init__(self, params: Any, adam_w_mode: bool = True, **how: Any) -> None:
         super().__init__(params, **how)
+
+    def __setstate__(self, state: Any) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's asks for the step of each parameter
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -196,7 +200,8 @@ def save(case: dict[str, Any]) -> None:
         job.step(k)
     run = Path(case["folder"])
     tree = state(job, case["gated"], case["how"].get("experts", 0))
-    write(tree, run / f"iter_{jobs.STEPS:07d}", truth(job), case["truth"])
+    dcp.save(tree, checkpoint_id=run / f"iter_{jobs.STEPS:07d}")
+    write(truth(job), case["truth"])
     (run / "latest_checkpointed_iteration.txt").write_text(str(jobs.STEPS))
     names = {p: name_in_file(job, name) for name, p in job.module.named_parameters()}
     case["groups"] = {
@@ -208,9 +213,9 @@ def save(case: dict[str, Any]) -> None:
     case["losses"] = [job.step(k) for k in range(jobs.STEPS, 2 * jobs.STEPS)]
 
 
-def save_standalone(case: dict[str, Any]) -> None:
-    """Train a model of torch's modules three steps under megatron_fsdp.fully_shard, and save as its README does; but for the hook with which
-    0.16.1 prepares the optimizer's state dict, which returns the one of before the first step, without any moments."""
+def save_or_load_standalone(case: dict[str, Any]) -> None:
+    """Train a model of torch's modules three steps under megatron_fsdp.fully_shard, and save or load as its README does; but for the hook with
+    which 0.16.1 prepares the optimizer's state dict, which returns the one of before the first step, without any moments."""
     from megatron.core.distributed.fsdp.src import megatron_fsdp
     from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
 
@@ -227,27 +232,32 @@ def save_standalone(case: dict[str, Any]) -> None:
         dp_shard_dim="fsdp", tp_dim="tp", preproc_state_dict_for_dcp_ckpt=False,
     )  # fmt: skip
     for k in range(jobs.STEPS):
-        x = torch.randint(0, jobs.VOCAB, (4, 8), generator=torch.Generator().manual_seed(2 * k + dist.get_rank()))
+        x = torch.randint(0, jobs.VOCAB, (4, 8), generator=torch.Generator().manual_seed(8 * k + dist.get_rank()))
         nn.functional.cross_entropy(model(x).float().flatten(0, 1), x.roll(-1, 1).flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
     tree = preprocess_state_dict_for_uneven_dtensor({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    if "load" in case:
+        dcp.load(tree, checkpoint_id=case["load"])
+        model.load_state_dict(tree["model"])
+        optimizer.load_state_dict(tree["optimizer"])
+    else:
+        dcp.save(tree, checkpoint_id=case["folder"])
     ranks = SimpleNamespace(get_tensor_model_parallel_rank=lambda: 0)
     job = SimpleNamespace(model=model, module=net, optimizer=SimpleNamespace(optimizer=optimizer), ps=ranks)
-    write(tree, Path(case["folder"]), truth(job), case["truth"])
+    write(truth(job), case["truth"])
 
 
-def write(tree: dict[str, Any], folder: Path, found: dict[str, Any], file: str) -> None:
-    """Save what torch is to save, and the truth."""
-    dcp.save(tree, checkpoint_id=folder)
+def write(found: dict[str, Any], file: str) -> None:
     if dist.get_rank() == 0:
         save_file({k: t.contiguous() for k, t in found.items()}, file)
 
 
 if __name__ == "__main__":
     cases = json.loads(Path(sys.argv[1]).read_text())
+    dist.init_process_group("gloo")
     for each in cases:
-        save(each) if "how" in each else save_standalone(each)
+        save(each) if "how" in each else save_or_load_standalone(each)
     if int(os.environ["RANK"]) == 0:
         Path(sys.argv[1]).write_text(json.dumps(cases))
     sys.stdout.flush()

@@ -132,3 +132,16 @@ def test_a_model_of_fully_shard_is_read_as_plain_dcp(
         where = tmp_path / "out"
     with ckpttool.open(where) as found:
         assert differing(found, load_file(saved[0] / "standalone.safetensors")) == []
+
+
+def test_a_job_of_fully_shard_loads_what_is_written_for_another_world_size(
+    saved: tuple[Path, dict[str, dict[str, Any]]], tmp_path: Path
+) -> None:
+    ckpttool.convert(saved[0] / "standalone", tmp_path / "out", to="dcp", world_size=3)
+    case = {"load": str(tmp_path / "out"), "truth": str(tmp_path / "found.safetensors")}
+    (tmp_path / "cases.json").write_text(json.dumps([case]))
+    printed = torchrun(3, "megatron_fsdp.py", str(tmp_path / "cases.json"))
+    assert (tmp_path / "found.safetensors").exists(), printed[-4000:]
+    found, wanted = load_file(tmp_path / "found.safetensors"), load_file(saved[0] / "standalone.safetensors")
+    assert found.keys() == wanted.keys()
+    assert [n for n, t in wanted.items() if found[n].dtype != t.dtype or not torch.equal(found[n], t)] == []
