@@ -519,6 +519,16 @@ def test_a_dcp_folder_of_that_name_without_megatron_s_tracker_is_plain_dcp(tmp_p
         assert opened.layout.name == "dcp"
 
 
+@pytest.mark.parametrize("to", ["dcp", "full"])
+def test_what_megatron_fsdp_v2_saved_is_plain_dcp(to: str, tmp_path: Path) -> None:
+    """Of Megatron-LM's main branch: fixtures/megatron_fsdp_v2.py."""
+    where = FIXTURES / "megatron_fsdp_v2"
+    ckpttool.convert(where / "ckpt", tmp_path / "out", to=to, world_size=3 if to == "dcp" else None)
+    for path in (where / "ckpt", tmp_path / "out"):
+        with ckpttool.open(path) as found:
+            assert difference({n: found[n].torch() for n in found}, load_file(where / "truth.safetensors")) == []
+
+
 @pytest.mark.parametrize("case", ["tp2_pp2", "plain_optimizer"])
 def test_a_common_state_that_is_an_item_is_that_of_common_pt(case: str, tmp_path: Path) -> None:
     """As versions behind 0.16.1 store it; put together by hand from what 0.16.1 wrote."""
