@@ -22,6 +22,7 @@ from .. import dcp
 from ..dcp.dcp_metadata import read_index
 from .keys import (
     BUCKETS,
+    CHAINED,
     TRAINER,
     Key,
     name_param_groups,
@@ -439,7 +440,7 @@ def _add_rank_objects(leaves: Leaves, objects: Mapping[str, Mapping[Path, object
         elif (what := str(path[3]).partition(".")[0]) == "optimizer":
             groups[key] = _unwrap_object(inside, key), chained
         elif what == "grad_scaler":
-            leaves["scaler", "grad_scaler"] = _unwrap_object(inside, key)
+            _add_scaler(leaves, inside, key, chained)
         elif what not in ("per_bucket_numel", "per_bucket_numel_unpadded"):  # lengths of what lies there
             raise Unsupported(
                 f'The optimizer is stored as "{key}", one object for each data-parallel group '
@@ -449,6 +450,36 @@ def _add_rank_objects(leaves: Leaves, objects: Mapping[str, Mapping[Path, object
             )
     if groups:
         _add_param_groups(leaves, groups)
+
+
+def _add_scaler(leaves: Leaves, inside: Mapping[Path, object], key: str, chained: int) -> None:
+    """Add a gradient scaler that a data-parallel group saved to `leaves`, under the paths of `parse_common_state`.
+
+    All data-parallel groups save that of an optimizer, and take the same steps with it. The first one's is added.
+
+    Args:
+        leaves: {canonical path: leaf}.
+        inside: {path inside the object: leaf}.
+        key: the key of the object.
+        chained: number of its optimizer in the chain, 0 if there is only one.
+
+    Raises:
+        Unsupported: another group counted other overflows.
+        Corrupt: the object is not stored as Megatron-Core does it.
+    """
+    of: Path = ("scaler", CHAINED, str(chained)) if chained else ("scaler",)
+    whole = _unwrap_object(inside, key, may_have_tensors=True)
+    for p, x in inside.items():
+        at = (*of, *p[1:])
+        new = whole if not p else replace(x, path=at) if isinstance(x, TensorEntry) else x
+        if isinstance(first := leaves.setdefault(at, new), TensorEntry) != isinstance(new, TensorEntry) or (
+            first != new and not isinstance(new, TensorEntry)
+        ):
+            raise Unsupported(
+                f'"{key}" holds another gradient scaler than an object before it, so the ranks did not train with one '
+                "optimizer.",
+                code="CKPT0328",
+            )
 
 
 def _add_param_groups(leaves: Leaves, groups: Mapping[str, tuple[object, int]]) -> None:

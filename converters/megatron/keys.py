@@ -18,6 +18,7 @@ from ckpttool.storage.source import Source
 
 __all__ = [
     "BUCKETS",
+    "CHAINED",
     "MODEL_OF_2023",
     "RANK",
     "TRAINER",
@@ -39,6 +40,8 @@ __all__ = [
 TRAINER = "Megatron-Core"
 #: The element of a canonical path behind which a bucket of the optimizer has its name.
 BUCKETS = "buckets"
+#: The key below which the scalers of a chain's optimizers are, by number, all but the first's.
+CHAINED = "chained"
 #: In the place of model_optim_rng.pt in jobs whose optimizer is in files of data-parallel ranks.
 MODEL_OF_2023 = "model_rng.pt"
 RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
@@ -277,9 +280,26 @@ def _add_common_optimizer(x: object, out: dict[str, object], extra: dict[str, An
         if rest:
             extra.setdefault("optimizer", {})[str(number)] = rest
         if "grad_scaler" in one:
-            out.setdefault("scaler", one["grad_scaler"])
+            _add_scaler(out, one["grad_scaler"], number, what)
     if groups:
         out["optim"] = {"param_groups": groups}
+
+
+def _add_scaler(out: dict[str, Any], scaler: object, number: int, what: str) -> None:
+    """Add the gradient scaler of one optimizer of a chain to the nested dict under canonical keys.
+
+    Each optimizer of a chain has one, which counts the overflows of its own gradients (prepare_grads in optimizer.py):
+    that of the first is the job's `scaler`, and those of the others are below scaler.chained, by number.
+
+    Raises:
+        Corrupt: one of several is not a dict.
+    """
+    if number == 0:
+        out["scaler"] = scaler
+        return
+    if not isinstance(scaler, dict) or not isinstance(of := out.setdefault("scaler", {}), dict):
+        raise Corrupt(f"{what}: a gradient scaler of its optimizer is no dict.", code="CKPT0417")
+    of.setdefault(CHAINED, {})[str(number)] = scaler
 
 
 def name_param_groups(leaves: Leaves, notes: list[str]) -> None:

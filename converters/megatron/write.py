@@ -34,7 +34,7 @@ from ckpttool.storage.source import Source
 
 from ..dcp import write_dcp as _dcp_write
 from ..dcp.object_items import Whole
-from .keys import from_plain_args, has_no_weight_decay, name_param_groups, parse_common_state
+from .keys import CHAINED, from_plain_args, has_no_weight_decay, name_param_groups, parse_common_state
 
 __all__ = ["prepare", "write"]
 
@@ -65,12 +65,20 @@ _NO_PLACE = "Megatron-Core has no place for such a tensor"
 
 
 def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoint:
-    """Return the state in the form that Megatron-Core keeps: each parameter's step as a number, and masters at
-    extra.master.
+    """Return the state in the form that Megatron-Core keeps: each parameter's step as a number, masters at
+    extra.master, and the gradient scaler's tensors as values for common.pt.
 
     Megatron-Core keeps the step with the hyperparameters. If the dtype of a step is not numeric, steps stay tensors.
     """
     ckpt = move_masters_to_extra(ckpt)
+    scales = read_small_tensors(ckpt, source, [n for n, t in ckpt.tensors.items() if _is_small_scale(t)])
+    if scales:
+        inline = {n: Inline(ckpt.tensors[n].dtype, ckpt.tensors[n].shape, raw) for n, raw in scales.items()}
+        ckpt = replace(
+            ckpt,
+            tensors={n: t for n, t in ckpt.tensors.items() if n not in scales},
+            values=ckpt.values | {n: Value(ckpt.tensors[n].path, x) for n, x in inline.items()},
+        )
     steps = [
         n
         for n, t in ckpt.tensors.items()
@@ -113,7 +121,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
             t.path[0] == "model"
             and name.removeprefix("model.") in trained
             and f"extra.master.{t.path[1]}" not in ckpt.tensors
-            and not (muon and t.dtype == "float32")
+            and not (muon and options.cast(name, t.dtype) == "float32")
         ):
             copy = replace(t, dtype="float32", path=("replica", "param", *t.path))
             tree[(f"{master}.{t.path[1]}",)] = tensors[joined(copy.path)] = copy
@@ -121,7 +129,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 
     # values, in common.pt or in those objects
     notes: list[str] = []
-    common, made = _build_common_state(ckpt, trained, objects, dropped, notes, _derive_arguments(ckpt, source, options))
+    arguments = _derive_arguments(ckpt, source, options)
+    common, made = _build_common_state(ckpt, trained, objects, dropped, notes, arguments, options)
     for key, leaves in objects.items():
         x = _nest_leaves(leaves)
         tree[(key,)] = Whole(x) if any(isinstance(leaf, TensorEntry) for leaf in leaves.values()) else x
@@ -189,6 +198,11 @@ def _has_muon(ckpt: Checkpoint) -> bool:
     """Return whether the optimizer is Megatron-Core's Muon with an Adam beside it. It has no distributed optimizer, so
     the state is in the form of those without (optimizer/muon.py and optimizer/optimizer.py of 0.16)."""
     return any(v.option == "momentum_beta" for v in ckpt.values.values())
+
+
+def _is_small_scale(t: TensorEntry) -> bool:
+    """Return whether a tensor is one number of a gradient scaler: DynamicGradScaler of grad_scaler.py has `scale`."""
+    return t.path[0] == "scaler" and t.numel == 1
 
 
 def _make_tensor_key(t: TensorEntry, ckpt: Checkpoint, master: str) -> str | None:
@@ -280,6 +294,7 @@ def _build_common_state(
     dropped: list[Dropped],
     notes: list[str],
     arguments: Mapping[str, object],
+    options: WriteOptions,
 ) -> tuple[dict[str, object], dict[str, object]]:
     """Return (the content of common.pt, {name: data} of the values in it that the source does not have).
 
@@ -290,6 +305,7 @@ def _build_common_state(
         dropped: the list to which values without a place are added.
         notes: the list to which notes for the user are added.
         arguments: the arguments of a job to write if the source has none.
+        options: what the caller asked for.
 
     Raises:
         Unsupported: steps or param groups are not those that Megatron-Core can have.
@@ -320,7 +336,7 @@ def _build_common_state(
         found.ours |= {("scaler", *p): x for p, x in found.scaler.items()}
         found.scaler = {}
     if found.groups or trained:
-        out["optimizer"] = _build_optimizer_state(ckpt, found, notes)
+        out["optimizer"] = _build_optimizer_state(ckpt, found, notes, options)
     elif found.scaler:
         found.ours |= {("scaler", *p): x for p, x in found.scaler.items()}
     if {p[0] for p in found.scheduler if p} & _SCHEDULE:
@@ -385,7 +401,7 @@ def _make_constant_schedule(optimizer: Any) -> dict[str, object]:
 
     `optimizer` is the optimizer's part of common.pt. The format is that of optimizer_param_scheduler.py.
     """
-    first = optimizer.get(0, optimizer)
+    first = next(iter(optimizer.values())) if all(isinstance(k, int) for k in optimizer) else optimizer
     groups = first.get("optimizer", first)["param_groups"]
     lr, decay = groups[0].get("lr", 0.0), max(g.get("weight_decay", 0.0) for g in groups)
     return {
@@ -402,7 +418,7 @@ def _make_constant_schedule(optimizer: Any) -> dict[str, object]:
     }
 
 
-def _build_optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str]) -> object:
+def _build_optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str], options: WriteOptions) -> object:
     """Return the optimizer's part of common.pt: one optimizer, or {number: optimizer} where several are chained. Notes
     for the user are added to `notes`.
 
@@ -448,8 +464,14 @@ def _build_optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str]) 
             )
 
     # one optimizer, or a chain of several
-    scaler = _nest_leaves(values.scaler) if values.scaler else None
-    chain = []
+    scaler: Any = _nest_leaves(values.scaler) if values.scaler else None
+    others: dict[str, Any] = {}  # the scalers of the optimizers behind the first
+    if scaler is not None and isinstance(scaler.get(CHAINED), dict):
+        others = scaler.pop(CHAINED)
+    half = any(
+        options.cast(n, t.dtype) in ("bfloat16", "float16") for n, t in ckpt.tensors.items() if t.path[0] == "model"
+    )
+    chain = {}
     numbers = [n if type(n := g.get("chained")) is int else 0 for g in found]
     for number in sorted(set(numbers)):
         own = [
@@ -457,23 +479,23 @@ def _build_optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str]) 
         ]
         one: dict[str, Any] = {"optimizer": {"param_groups": own}, "param_state_sharding_type": "fully_reshardable"}
         if muon:
-            one = _make_plain_optimizer(own, ckpt, steps)
-        chain.append(one if scaler is None else one | {"grad_scaler": scaler})
-    return chain[0] if len(chain) == 1 else dict(enumerate(chain))
+            one = _make_plain_optimizer(own, steps, half)
+        chain[number] = one if scaler is None else one | {"grad_scaler": others.pop(str(number), scaler)}
+    values.ours |= flatten_tree(others, ("scaler", CHAINED)) if others else {}
+    return next(iter(chain.values())) if len(chain) == 1 else chain
 
 
-def _make_plain_optimizer(groups: list[dict[str, Any]], ckpt: Checkpoint, steps: Iterable[float]) -> dict[str, Any]:
+def _make_plain_optimizer(groups: list[dict[str, Any]], steps: Iterable[float], half: bool) -> dict[str, Any]:
     """Return one optimizer's part of common.pt, in the form of those that are not distributed.
 
     Args:
         groups: its param groups; those of Muon have `momentum_beta`, and no step.
-        ckpt: the source. The form of a job in fp32, which has no masters, is flat.
         steps: the one step of Adam's parameters; empty if they have none.
+        half: whether weights are written in a 16-bit dtype. The form of a job in fp32, which has no masters, is flat.
     """
     out: dict[str, Any] = {"param_groups": [{k: x for k, x in g.items() if k != "step"} for g in groups]}
     if steps and not any("momentum_beta" in g for g in groups):
         out["state"] = {"common_step": Inline("float32", (), struct.pack("<f", *steps))}
-    half = any(t.path[0] == "model" and t.dtype in ("bfloat16", "float16") for t in ckpt.tensors.values())
     return {"optimizer": out} if half else out
 
 

@@ -529,24 +529,77 @@ def test_what_megatron_fsdp_v2_saved_is_plain_dcp(to: str, tmp_path: Path) -> No
             assert difference({n: found[n].torch() for n in found}, load_file(where / "truth.safetensors")) == []
 
 
+def add_item(path: Path, key: str, x: object) -> None:
+    """Add the object of a rank to a folder."""
+    item = io.BytesIO()
+    torch.save([x], item)
+    stored = FileSystemReader(path).read_metadata()
+    name = f"__0_{90 + len(list(path.iterdir()))}.distcp"
+    (path / name).write_bytes(item.getvalue())
+    stored.state_dict_metadata[key] = BytesStorageMetadata()
+    stored.storage_data[MetadataIndex(key)] = _StorageInfo(name, 0, len(item.getvalue()))
+    with (path / ".metadata").open("wb") as f:
+        pickle.dump(stored, f)
+
+
 @pytest.mark.parametrize("case", ["tp2_pp2", "plain_optimizer"])
 def test_a_common_state_that_is_an_item_is_that_of_common_pt(case: str, tmp_path: Path) -> None:
     """As versions behind 0.16.1 store it; put together by hand from what 0.16.1 wrote."""
     shutil.copytree(folder(case), tmp_path / "a")
-    item = io.BytesIO()
-    torch.save([common_of(tmp_path / "a")], item)
+    add_item(tmp_path / "a", "common_state/shard_0_1", common_of(tmp_path / "a"))
     (tmp_path / "a" / "common.pt").unlink()
-    (tmp_path / "a" / "__0_9.distcp").write_bytes(item.getvalue())
-    stored = FileSystemReader(tmp_path / "a").read_metadata()
-    stored.state_dict_metadata["common_state/shard_0_1"] = BytesStorageMetadata()
-    index = MetadataIndex("common_state/shard_0_1")
-    stored.storage_data[index] = _StorageInfo("__0_9.distcp", 0, len(item.getvalue()))
-    with (tmp_path / "a" / ".metadata").open("wb") as f:
-        pickle.dump(stored, f)
     found = ckpttool.diff(folder(case), tmp_path / "a")
     assert found.equal, found
     (tmp_path / "a" / "metadata.json").unlink()
     with pytest.raises(Corrupt, match=r"metadata\.json is missing"):
+        ckpttool.open(tmp_path / "a")
+
+
+def scaler(scale: float, good: int) -> dict[str, object]:
+    """The state of Megatron-Core's DynamicGradScaler."""
+    return {"scale": torch.tensor([scale]), "growth_tracker": good, "hysteresis_tracker": 2}
+
+
+@pytest.mark.parametrize("stored", ["common.pt", "item"])
+@pytest.mark.parametrize("through", ["", "full", "zero3"])
+def test_every_optimizer_of_a_chain_keeps_its_gradient_scaler(stored: str, through: str, tmp_path: Path) -> None:
+    """Experts and the rest of a job in fp16 overflow at different steps, so their scales differ."""
+    source = tmp_path / "a"
+    shutil.copytree(folder("moe"), source)
+    common = common_of(source)
+    groups = common["optimizer"]["optimizer"]["param_groups"]
+    chain = [groups, [{**groups[0], "is_expert_parallel": True}]]
+    scalers = [scaler(65536.0, 3), scaler(32768.0, 4)]
+    common["optimizer"] = {
+        i: {**common["optimizer"], "optimizer": {"param_groups": g}, "grad_scaler": s}
+        for i, (g, s) in enumerate(zip(chain, scalers, strict=True))
+    }
+    if stored == "item":
+        (source / "common.pt").unlink()
+        add_item(source, "common_state/shard_0_1", common)
+    else:
+        torch.save(common, source / "common.pt")
+    before = source
+    if through:
+        before = tmp_path / ("there.pt" if through == "full" else "there")
+        ckpttool.convert(source, before, to=through, world_size=2 if through == "zero3" else None)
+    done = ckpttool.convert(before, tmp_path / "out", to="megatron", world_size=2)
+    assert done.verified and not done.dropped
+    found = [one["grad_scaler"] for one in common_of(tmp_path / "out")["optimizer"].values()]
+    assert found == scalers
+    assert ckpttool.diff(source, tmp_path / "out", only=["scaler"]).equal
+
+
+def test_the_gradient_scaler_beside_buckets_is_that_of_the_optimizer(tmp_path: Path) -> None:
+    """dp_reshardable, which saves one for each data-parallel group; those of a job with one optimizer are alike."""
+    shutil.copytree(folder("buckets_tp2"), tmp_path / "a")
+    for group in range(2):
+        key = f"optimizer.distributed.dp_group_idx_{group}.grad_scaler/shard_0_1"
+        add_item(tmp_path / "a", key, scaler(4096.0, 7))
+    ckpttool.convert(tmp_path / "a", tmp_path / "out", to="megatron", world_size=2)
+    assert common_of(tmp_path / "out")["optimizer"]["grad_scaler"] == scaler(4096.0, 7)
+    add_item(tmp_path / "a", "optimizer.distributed.dp_group_idx_1.grad_scaler/shard_0_1", scaler(4096.0, 8))
+    with pytest.raises(Unsupported, match="another gradient scaler"):
         ckpttool.open(tmp_path / "a")
 
 
