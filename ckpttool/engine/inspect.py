@@ -26,7 +26,7 @@ from ..index.checkpoint import (
 from ..index.composites import MARK, describe_composites, describe_unwrapped, find_composites
 from ..index.fqns import mask_name_numbers
 from ..index.names import step_count
-from ..index.optimizers import describe_lost_slots, find_lost_slots, find_optimizers
+from ..index.optimizers import describe_lost_slots, find_lost_slots, find_optimizers, find_unassigned_state
 from ..index.param_groups import describe_ungrouped_state, find_ungrouped_state
 from ..index.selection import NOT_RESUMED, EntrySelection
 from ..index.weight_sets import describe_weight_sets
@@ -77,7 +77,7 @@ class Summary:
     `trainer` is the program that wrote it and `step` its optimizer step, None where the files do not tell; `ranks` the
     world size of the job, None for one file; `components` {"model": {"tensors", "bytes", "elements", "dtypes": {dtype:
     bytes}, "values"}, ...}; `optimizer` {"kind", "kinds": {name: parameters}, "slots": {slot: {"parameters", "bytes"}},
-    "groups"}, None without one; `missing` sentences about what a resume would need and is not there; `not_read` files
+    "groups", "unassigned": how many tensors are not of one parameter each by their names}, None without one; `missing` sentences about what a resume would need and is not there; `not_read` files
     that the layout does not read, as `Unread.to_json` has them; `adapter` {"only": whether no base model is there,
     "ranks", "modules", "names", "base_model"} of LoRA, None without one; `encoding` {"weights": how many are codes with
     scales, "of": of how many, "schemes": {scheme: weights}, "faults": sentences about what is not whole, "method": the
@@ -375,15 +375,22 @@ def _describe_optimizer(ckpt: Checkpoint) -> dict[str, object] | None:
                 group["parameters"] = len(v.data)
             elif v.data is None or isinstance(v.data, (bool, int, float, str)) or key == "betas":
                 group[key] = v.data
-    if not slots and not groups:
+    unassigned = len(find_unassigned_state(ckpt))
+    if not slots and not groups and not unassigned:
         return None
     kinds: dict[str, int] = {}
     for state in find_optimizers(ckpt):
         kinds[state.name] = kinds.get(state.name, 0) + len(state.slots)
     kind = next(iter(kinds)) if len(kinds) == 1 else ", ".join(f"{k} ({n} parameters)" for k, n in kinds.items())
     if not kinds:
-        kind = "unknown" if any("betas" in group for group in groups.values()) else "SGD"
-    return {"kind": kind, "kinds": kinds, "slots": slots, "groups": [groups[i] for i in sorted(groups)]}
+        kind = "unknown" if unassigned or any("betas" in group for group in groups.values()) else "SGD"
+    return {
+        "kind": kind,
+        "kinds": kinds,
+        "slots": slots,
+        "groups": [groups[i] for i in sorted(groups)],
+        "unassigned": unassigned,
+    }
 
 
 def _describe_instances(ckpt: Checkpoint) -> list[str]:
@@ -628,7 +635,11 @@ def _draw_optimizer(optimizer: dict[str, Any]) -> Iterator[RenderableType]:
     group."""
     from rich.text import Text
 
-    slots = "; ".join(f"{k} of {v['parameters']} parameters" for k, v in optimizer["slots"].items()) or "no state"
+    slots = "; ".join(f"{k} of {v['parameters']} parameters" for k, v in optimizer["slots"].items())
+    if tensors := optimizer["unassigned"]:
+        state = f"state in {count_noun(tensors, 'tensor')} of several parameters, which inspect does not take apart"
+        slots = f"{slots}; {state}" if slots else state
+    slots = slots or "no state"
     yield Text.assemble(("optimizer ", "bold"), printable(f"{optimizer['kind']}, {slots}"))
     for i, g in enumerate(optimizer["groups"]):
         shown = ", ".join(

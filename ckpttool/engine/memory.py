@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from ..errors import Unsupported, UsageError, argument
 from ..index.checkpoint import FLOATING, ITEMSIZE, Checkpoint, TensorEntry, tied_weights
-from ..index.optimizers import find_optimizers
+from ..index.optimizers import find_optimizers, find_unassigned_state
 from ..index.vocabulary import is_vocabulary_parameter
 from ..options import SizeRequest, parse_size
 from ..printable import count_noun
@@ -313,9 +313,11 @@ class _State:
         listed = {str(n): v.group for v in ckpt.values.values() if v.option == "params" for n in v.data}
         self._groups = listed
         given = request.optimizer or ("saved" if own or listed else "adamw")
+        unassigned = find_unassigned_state(ckpt)
         if given == "saved" and not (own or listed):
+            what = "the optimizer's tensors are not by parameter" if unassigned else "this checkpoint has no optimizer"
             raise UsageError(
-                f"{argument('optimizer', 'saved')}: this checkpoint has no optimizer. Choose adamw or sgd.",
+                f"{argument('optimizer', 'saved')}: {what}. Choose adamw or sgd.",
                 code="CKPT0205",
             )
         self._slots: dict[str, list[TensorEntry]] = {}
@@ -332,9 +334,9 @@ class _State:
             "none": "none, so no gradients",
         }[given]
         if given != "saved" and request.optimizer is None:
+            none = "the optimizer's tensors are not by parameter" if unassigned else "no optimizer is in the checkpoint"
             self.notes.append(
-                f"no optimizer is in the checkpoint: AdamW with fp32 moments is assumed; {argument('optimizer')} "
-                "names another one"
+                f"{none}: AdamW with fp32 moments is assumed; {argument('optimizer')} names another one"
             )
 
     def list_held(self, strategy: str) -> list[_Held]:

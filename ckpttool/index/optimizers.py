@@ -21,7 +21,15 @@ from .checkpoint import Checkpoint, TensorEntry, joined
 from .composites import find_composites
 from .paths import WRAPPED_SLOTS
 
-__all__ = ["OPTIMIZERS", "FoundOptimizer", "Optimizer", "describe_lost_slots", "find_lost_slots", "find_optimizers"]
+__all__ = [
+    "OPTIMIZERS",
+    "FoundOptimizer",
+    "Optimizer",
+    "describe_lost_slots",
+    "find_lost_slots",
+    "find_optimizers",
+    "find_unassigned_state",
+]
 
 
 class Optimizer(NamedTuple):
@@ -119,6 +127,16 @@ class FoundOptimizer(NamedTuple):
     name: str
     slots: dict[str, frozenset[str]]
     missing: dict[str, list[str]]
+
+
+def find_unassigned_state(ckpt: Checkpoint) -> list[TensorEntry]:
+    """Find the tensors of the optimizer's state that are not of one parameter each by their names, such as the buckets
+    of Megatron-Core, of which only their bytes tell the parameters."""
+    return [
+        t
+        for t in ckpt.tensors.values()
+        if t.component == "optim" and t.path[1:2] not in (("state",), ("param_groups",))
+    ]
 
 
 def find_optimizers(ckpt: Checkpoint) -> list[FoundOptimizer]:

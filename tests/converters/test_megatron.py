@@ -147,6 +147,15 @@ def test_inspect_names_the_trainer_and_what_to_do_next() -> None:
     assert "not read" not in out
 
 
+def test_inspect_does_not_take_buckets_for_no_state() -> None:
+    """Whose parameters only their bytes tell, which inspect does not read."""
+    said = ckpttool_here("inspect", folder("buckets_dp3"), "--fits", "8x80GB").stdout
+    assert "optimizer unknown, state in 2 tensors of several parameters, which inspect does not take apart" in said
+    assert "the optimizer's tensors are not by parameter: AdamW" in " ".join(said.split())
+    found = ckpttool.inspect(folder("tp2_pp2")).optimizer
+    assert found is not None and found["unassigned"] == 0
+
+
 def test_weights_alone_need_no_proof_of_the_optimizer(tmp_path: Path) -> None:
     ckpttool.convert(folder("buckets_dp3"), tmp_path / "out.pt", to="full", only=["model"])
     found = {f"model.{k}": t for k, t in load_full(tmp_path / "out.pt")["model"].items()}
