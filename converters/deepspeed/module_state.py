@@ -437,15 +437,19 @@ class SaveReader:
                 raise Unsupported(f"{first.what}: a key {short(key)} that is not text.", code="CKPT0307")
             if key in OWN:
                 continue
-            if key not in first.tree:
-                for r, f in enumerate(files):
-                    if key in f.tree:
-                        self.add_leaves(("per_rank", str(r), key), f.tree[key], f)
+            have = [
+                (r, f)
+                for r, f in enumerate(files)
+                if key in f.tree and not (key in MAYBE and f.tree[key] is None)
+            ]
+            if not have:
+                continue
+            if have[0][0] > 0:
+                for r, f in have:
+                    self.add_leaves(("per_rank", str(r), key), f.tree[key], f)
                 differing.append(key)
                 continue
             value = first.tree[key]
-            if key in MAYBE and value is None:
-                continue
             # the job's own "model" or "optim" is neither, nor is its "scheduler" that of the engine
             path: Path = ("extra", key) if key in list_client_keys(first.tree.get("lr_scheduler")) else (key,)
             self.add_leaves(path, value, first)

@@ -237,14 +237,16 @@ def test_a_pipeline_is_written_for_the_stages_of_its_job(
 def test_a_stage_keeps_its_own_client_state(saves: Path, tmp_path: Path) -> None:
     """For other stages, the file of the first has the state of all."""
     shutil.copytree(saves / TWICE / "ck", tmp_path / "ck")
-    _edit("mp_rank_01_model_states.pt", lambda tree: tree.update(mine=8))(tmp_path / "ck" / "global_step3")
+    own = {"mine": 8, "lr_scheduler": {"last_epoch": 3}}  # a scheduler that the first stage has not
+    _edit("mp_rank_01_model_states.pt", lambda tree: tree.update(own))(tmp_path / "ck" / "global_step3")
     ckpttool.convert(tmp_path / "ck", tmp_path / "same", to="zero1", world_size=4)
     like = saves / "pipeline_twice_pp3_w3" / "ck"
     ckpttool.convert(tmp_path / "ck", tmp_path / "other", to="zero1", world_size=3, like=like)
-    for out, stages, mine, others in (("same", 2, [7, 8], None), ("other", 3, [7, 7, 7], {"1": {"mine": 8}})):
+    for out, stages, mine, others in (("same", 2, [7, 8], None), ("other", 3, [7, 7, 7], {"1": own})):
         names = [f"global_step3/mp_rank_{s:02}_model_states.pt" for s in range(stages)]
         trees = [torch.load(tmp_path / out / name, weights_only=False) for name in names]
         assert [t["mine"] for t in trees] == mine
+        assert [t["lr_scheduler"] for t in trees] == [None, *(own["lr_scheduler"] if n == 8 else None for n in mine[1:])]
         assert trees[0].get("per_rank") == others and "per_rank" not in trees[1]
 
 
