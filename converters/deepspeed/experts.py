@@ -152,7 +152,7 @@ class Experts:
         return ordered if first == list(names) else out
 
     def place(
-        self, shapes: Groups, parts: list[int], paddings: list[list[int]] | None, replicas: list[int]
+        self, shapes: Groups, parts: list[int], paddings: list[list[int]] | None, replicas: list[int], what: str
     ) -> dict[str, FlatPlace]:
         """Place the parameters of all ranks in the flat tensors of stages 1 and 2; return {name in the whole model:
         place}.
@@ -162,6 +162,10 @@ class Experts:
             parts: for each flat tensor, the number of its elements that one rank holds.
             paddings: for each flat tensor, the number of padding elements after each parameter; None: no padding.
             replicas: for each flat tensor, the number of ranks that partition it.
+            what: names the model file in messages.
+
+        Raises:
+            Corrupt: the model file gives a stack another number of experts than there are files of.
         """
         out: dict[str, FlatPlace] = {}
         local = concatenate_parameters(shapes, parts, paddings)
@@ -169,7 +173,7 @@ class Experts:
             size = self.ranks.world // replicas[g]
             for expert_rank in range(size):
                 for name in group:
-                    p = self._place_in_stack(local[name], name, expert_rank)
+                    p = self._place_in_stack(local[name], name, expert_rank, what)
                     cuts = [
                         (self.ranks.join(expert_rank, part, replicas[g]), first, last, at)
                         for part, first, last, at in p.parts
@@ -178,7 +182,7 @@ class Experts:
                     out[whole] = FlatPlace(g, p.shape, (known.parts if known else []) + cuts)
         return out
 
-    def _place_in_stack(self, p: FlatPlace, name: str, expert_rank: int) -> FlatPlace:
+    def _place_in_stack(self, p: FlatPlace, name: str, expert_rank: int, what: str) -> FlatPlace:
         """Return the place of a rank's tensor within the stack of all experts; `p` itself if `name` is not a stack of
         experts.
 
@@ -186,10 +190,20 @@ class Experts:
             p: the place of the rank's own tensor.
             name: its name.
             expert_rank: the rank's number in its expert parallel group.
+            what: names the model file in messages.
+
+        Raises:
+            Corrupt: the model file gives the tensor another number of experts than the files of experts are.
         """
         if name not in self.stacked:
             return p
         own = self.stacked[name][expert_rank]
+        if p.shape[:1] != (len(own),):
+            raise Corrupt(
+                f'{what}: param_shapes gives the stack of experts "{name}" the shape {list(p.shape)} on each rank, and there '
+                f"are files of {len(own)} experts for it. The files are of different saves, or damaged.",
+                code="CKPT0409",
+            )
         one = prod(p.shape[1:])
         cuts = []
         for rank, first, last, at in p.parts:

@@ -405,7 +405,7 @@ def _add_stage12(reading: SaveReader, model: File, experts: Experts) -> tuple[in
     )
     replicas = experts.check_groups(optims[0].file.what, shapes, optims[0].whole["partition_count"])
     parts, paddings = _compute_part_sizes(optims, shapes, replicas)
-    flats = experts.place(shapes, parts, paddings, replicas)
+    flats = experts.place(shapes, parts, paddings, replicas, model.what)
     if experts.counts or experts.stacked:
         _check_expert_parts(optims, flats, experts, replicas)
     raw = [sum(map(prod, s.values())) + sum(paddings[g]) for g, s in enumerate(shapes)]

@@ -45,7 +45,7 @@ class OptimizerFiles:
             self.flats, self.parts = partition_parameters(groups, world)
         else:
             self.parts = [elements_per_rank(self._count_raw_elements(g), n) for g, n in enumerate(replicas)]
-            self.flats = experts.place(local, self.parts, None, replicas)
+            self.flats = experts.place(local, self.parts, None, replicas, "the save to write")
         # (group, slot or None for the masters, dtype); the order of the records in every file
         self.columns: list[tuple[int, str | None, str]] = [
             (g, None, plan.common_dtype([plan.tensors[n].dtype for n in group])) for g, group in enumerate(groups)

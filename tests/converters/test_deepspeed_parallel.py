@@ -397,6 +397,12 @@ def _rename_expert(tree: dict[str, Any]) -> None:
             places[f"other.{name}"] = places.pop(name)
 
 
+def _grow_stack(groups: list[dict[str, torch.Size]]) -> None:
+    for shapes in groups:
+        for name in [n for n in shapes if ".experts." in n][:1]:
+            shapes[name] = torch.Size((shapes[name][0] + 1, *shapes[name][1:]))
+
+
 def _rename_to_number(tree: dict[str, Any]) -> None:
     for places in tree["optimizer_state_dict"]["param_slice_mappings"]:
         places[0] = places.pop(next(iter(places)))
@@ -438,6 +444,9 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     ),
     "a tensor parallel expert": (
         "moe_z1_ep2_w2", _rename(EXPERT.format(0, 0), "layer_0_expert_0_mp_rank_01_model_states.pt"), "parallel rank 1",
+    ),
+    "a stack of more experts than have files": (
+        "autoep_z2_ep2_w4", _edit(MODEL, lambda t: _grow_stack(t["param_shapes"])), "there are files of 2 experts",
     ),
     "a lost layer": ("pipeline_z1_pp2_w4", _remove("layer_03-model_states.pt"), "layer_03"),
     "a lost stage": ("pipeline_z1_pp2_w4", _remove("mp_rank_01_model_states.pt"), "mp_world_size is 2"),
