@@ -111,7 +111,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     reading.add_model_state(models)
     reading.rest.update(ds.read_loss_scaler(state.tree))
     members = [list(g) for g in shapes]
-    _refuse_missing_slots(reading, members, slots)
+    listed = state.get("param_groups", list)
+    _refuse_missing_slots(reading, members, listed, slots)
     base = state.tree.get("optimizer_state_dict")
     steps = base.get("state") if isinstance(base, dict) else None
     for g, names in enumerate(members):
@@ -129,26 +130,32 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
                 reading.optim[path] = (
                     reading.whole_tensor(state, x, path) if isinstance(x, StoredTensor) else Value(path, x)
                 )
-    reading.add_param_groups(state, state.get("param_groups", list), members)
+    reading.add_param_groups(state, listed, members)
     return reading.build_checkpoint("universal", None)
 
 
-def _refuse_missing_slots(reading: SaveReader, members: list[list[str]], slots: dict[str, dict[str, object]]) -> None:
-    """Refuse a save in which parameters have different slots.
+def _refuse_missing_slots(
+    reading: SaveReader, members: list[list[str]], groups: list[Any], slots: dict[str, dict[str, object]]
+) -> None:
+    """Refuse a save in which parameters of one optimizer have different slots.
 
-    Only the maximum of AMSGrad (max_exp_avg_sq), an option of a param group, may differ between groups.
+    Groups whose options have the same names are of one optimizer: Muon's have other options than those of the Adam
+    beside it. Only the maximum of AMSGrad (max_exp_avg_sq), an option of a param group, may differ between its groups.
 
     Args:
         reading: the reader of the save.
         members: the names of the parameters in each param group.
+        groups: the param groups as the file has them.
         slots: {parameter: {slot: tensor or number}}.
 
     Raises:
         Corrupt: a file is missing in the folder of one of two parameters; it names them and the file.
     """
-    first = next(iter(slots), "")
-    for group in members:
+    of: dict[frozenset[str], str] = {}  # the first parameter of each optimizer
+    for i, group in enumerate(members):
+        options = groups[i] if i < len(groups) and isinstance(groups[i], dict) else ()
         for n in group:
+            first = of.setdefault(frozenset(map(str, options)), n)
             odd = {s for s in slots[group[0]].keys() ^ slots[n].keys() if s == _BY_GROUP}
             other = group[0] if odd else first
             if missing := odd | {s for s in slots[first].keys() ^ slots[n].keys() if s != _BY_GROUP}:

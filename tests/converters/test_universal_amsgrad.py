@@ -1,4 +1,4 @@
-"""AMSGrad in one of several param groups, as a universal checkpoint: its own slot, which other groups do not have."""
+"""Param groups whose parameters have slots that others do not have, AMSGrad's or Muon's, as a universal checkpoint."""
 
 from __future__ import annotations
 
@@ -52,6 +52,30 @@ def test_there_and_back(where: str, stage: int, tmp_path: Path) -> None:
     odd = "0.weight" if where == "first" else "0.bias"
     said = [n for n in done.notes if f"2 of 4 parameters, first {odd}, also have max_exp_avg_sq" in n]
     assert len(said) == (stage == 3), done.notes
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_muon_and_the_adam_beside_it_have_their_own_slots(stage: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 3))
+    named = dict(model.named_parameters())
+    muon = torch.optim.Muon([p for p in named.values() if p.ndim == 2], lr=0.02)
+    adam = torch.optim.AdamW([p for p in named.values() if p.ndim == 1], lr=0.01)
+    for _ in range(3):
+        model(torch.randn(4, 6)).square().sum().backward()
+        for optimizer in (muon, adam):
+            optimizer.step()
+            optimizer.zero_grad()
+    weights, moments = get_state_dict(model, [muon, adam])
+    torch.save({"model": weights, "optim": moments}, tmp_path / "a.pt")
+    universal(tmp_path / "a.pt", stage)
+    ckpttool.convert(tmp_path / f"a-{stage}", tmp_path / "back.pt", to="full")
+    back = torch.load(tmp_path / "back.pt", weights_only=False)
+    assert same_value(dict(weights), back["model"]) and same_value(moments["state"], back["optim"]["state"])
+    (folder,) = (p for p in (tmp_path / f"a-{stage}").glob("*/zero"))
+    (folder / "1.weight" / "momentum_buffer.pt").unlink()
+    with pytest.raises(Corrupt, match=r'momentum_buffer\.pt is there for only one of "0.weight" and "1.weight"'):
+        ckpttool.open(tmp_path / f"a-{stage}")
 
 
 def test_a_file_that_is_gone_is_still_missed(tmp_path: Path) -> None:
