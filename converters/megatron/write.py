@@ -98,8 +98,10 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     ranks.
 
     Raises:
-        Unsupported: the steps of the parameters differ, or the param groups are not those that Megatron-Core has.
+        Unsupported: the steps of the parameters differ, the param groups are not those that Megatron-Core has, or the
+            optimizer is none of which it loads a state.
     """
+    _refuse_other_optimizers(ckpt)
     # tensors under Megatron's keys; those inside objects of ranks are written with these
     tree: Leaves = {}
     tensors: dict[str, TensorEntry] = {}
@@ -198,6 +200,29 @@ def _has_muon(ckpt: Checkpoint) -> bool:
     """Return whether the optimizer is Megatron-Core's Muon with an Adam beside it. It has no distributed optimizer, so
     the state is in the form of those without (optimizer/muon.py and optimizer/optimizer.py of 0.16)."""
     return any(v.option == "momentum_beta" for v in ckpt.values.values())
+
+
+def _refuse_other_optimizers(ckpt: Checkpoint) -> None:
+    """Refuse state of an optimizer that Megatron-Core does not load: its distributed one is Adam's alone, its Muon has
+    that for matrices, and its SGD asks `init_state_fn`, which is None for it, before a load (distrib_optimizer.py and
+    optimizer.py of 0.16).
+
+    Raises:
+        Unsupported: a parameter has a state without Adam's moments, and not that of Megatron-Core's Muon.
+    """
+    slots: dict[str, set[str]] = {}
+    for t in ckpt.tensors.values():
+        if t.slot is not None:
+            slots.setdefault(t.parameter, set()).add(t.slot)
+    muon = _has_muon(ckpt)
+    for name, found in slots.items():
+        if not {"exp_avg", "exp_avg_sq"} <= found and not (muon and "momentum_buffer" in found):
+            raise Unsupported(
+                f'The optimizer keeps {", ".join(sorted(found))} for "{name}", and Megatron-Core loads exp_avg and '
+                f"exp_avg_sq of Adam, and momentum_buffer of its own Muon, alone. {argument('only', ['model'])} leaves "
+                "the optimizer out.",
+                code="CKPT0316",
+            )
 
 
 def _is_small_scale(t: TensorEntry) -> bool:

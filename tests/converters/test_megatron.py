@@ -329,12 +329,18 @@ def test_what_is_written_is_read_as_the_same_state(case: str, through: str, tmp_
     assert {g["step"] for g in common["optimizer"]["optimizer"]["param_groups"]} == {3.0}
 
 
-def other_trainer(path: Path, groups: list[dict[str, Any]], steps: tuple[float, float] = (3.0, 3.0)) -> Path:
+def other_trainer(
+    path: Path,
+    groups: list[dict[str, Any]],
+    steps: tuple[float, float] = (3.0, 3.0),
+    slots: tuple[str, ...] = ("exp_avg", "exp_avg_sq"),
+) -> Path:
     """A state of torch's AdamW without fp32 copies, under names of Megatron-Core."""
     names = ("decoder.layers.0.mlp.linear_fc2.weight", "decoder.final_layernorm.weight")
     model = {names[0]: torch.randn(4, 6), names[1]: torch.randn(4)}
     state = {
-        n: {"step": torch.tensor(s), "exp_avg": torch.randn_like(model[n])} for n, s in zip(names, steps, strict=True)
+        n: {"step": torch.tensor(s), **{k: torch.rand_like(model[n]) for k in slots}}
+        for n, s in zip(names, steps, strict=True)
     }
     torch.save(
         {"model": model, "optim": {"state": state, "param_groups": groups}, "step": 3, "rng": {"torch": torch.ones(3)}},
@@ -389,6 +395,16 @@ def test_an_optimizer_that_megatron_would_load_otherwise_is_refused(
     source = other_trainer(tmp_path / "a.pt", groups, steps)
     with pytest.raises(Unsupported, match=why):
         ckpttool.convert(source, tmp_path / "out", to="megatron", world_size=2, drop=True)
+
+
+@pytest.mark.parametrize("slots", [("momentum_buffer",), ("exp_avg",), ("exp_avg", "exp_inf")])
+def test_state_that_megatron_loads_for_no_optimizer_is_refused(slots: tuple[str, ...], tmp_path: Path) -> None:
+    """SGD, Lion and Adamax: DistributedOptimizer takes Adam alone, and SGD has no init_state_fn."""
+    group = {"lr": 0.5, "weight_decay": 0.1, "params": [FC2, NORM]}
+    source = other_trainer(tmp_path / "a.pt", [group], slots=slots)
+    with pytest.raises(Unsupported, match=f"keeps {', '.join(slots)}.*and Megatron-Core loads exp_avg and exp_avg_sq"):
+        ckpttool.convert(source, tmp_path / "out", to="megatron", world_size=2, drop=True)
+    assert ckpttool.convert(source, tmp_path / "out", to="megatron", world_size=2, only=["model"]).verified
 
 
 # ------------------------------------------------------------------------------------------------- folders of folders
@@ -465,7 +481,9 @@ def fsdp_folder(run: Path) -> tuple[Path, dict[str, Tensor]]:
     gate, up, norm = torch.randn(5, 4), torch.randn(5, 4), torch.randn(4)
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     model = {f"module.{name}_w": gate, f"module.{name}_v": up, "module.decoder.final_layernorm.weight": norm}
-    state = {f"module.module.{k}": {"exp_avg": torch.randn_like(t)} for k, t in model.items()}
+    state = {
+        f"module.module.{k}": {slot: torch.rand_like(t) for slot in ("exp_avg", "exp_avg_sq")} for k, t in model.items()
+    }
     whole = {f"module.module.module.{name}": 1.0, "module.module.module.decoder.final_layernorm.weight": 0.0}
     meta = {k: {"lr": 0.1, "wd_mult": x, "lr_mult": 1.0, "step": 7} for k, x in whole.items()}
     optimizer = {"state": state, "param_to_group_meta": meta}
@@ -478,12 +496,12 @@ def fsdp_folder(run: Path) -> tuple[Path, dict[str, Tensor]]:
     }
     dcp.save({**tree, "args": argparse.Namespace(num_layers=1)}, checkpoint_id=run / "iter_0000003", no_dist=True)
     (run / "latest_checkpointed_iteration.txt").write_text("3")
-    first, second = (state[f"module.module.module.{name}_{half}"]["exp_avg"] for half in "wv")
-    wanted = {
-        f"model.{name}": torch.cat([gate, up]), "model.decoder.final_layernorm.weight": norm,
-        f"optim.{name}.exp_avg": torch.cat([first, second]),
-        "optim.decoder.final_layernorm.weight.exp_avg": state["module.module.module.decoder.final_layernorm.weight"]["exp_avg"],
-    }  # fmt: skip
+    wanted = {f"model.{name}": torch.cat([gate, up]), "model.decoder.final_layernorm.weight": norm}
+    for slot in ("exp_avg", "exp_avg_sq"):
+        halves = [state[f"module.module.module.{name}_{half}"][slot] for half in "wv"]
+        wanted[f"optim.{name}.{slot}"] = torch.cat(halves)
+        norms = state["module.module.module.decoder.final_layernorm.weight"]
+        wanted[f"optim.decoder.final_layernorm.weight.{slot}"] = norms[slot]
     return run / "iter_0000003", wanted
 
 
