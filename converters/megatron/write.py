@@ -422,13 +422,20 @@ def _derive_arguments(ckpt: Checkpoint, source: Source, options: WriteOptions) -
 
 def _make_constant_schedule(optimizer: Any) -> dict[str, object]:
     """Return the state of an OptimizerParamScheduler that keeps learning rate and weight decay as the param groups have
-    them.
+    them, and set the bounds of these groups to that rate.
 
-    `optimizer` is the optimizer's part of common.pt. The format is that of optimizer_param_scheduler.py.
+    A group's own `max_lr` and `min_lr` take the place of the scheduler's (get_lr in optimizer_param_scheduler.py). Of
+    the source they are those of the schedule that is gone, Megatron-Core's or torch's OneCycleLR.
+
+    Args:
+        optimizer: the optimizer's part of common.pt; its param groups are changed in place.
     """
-    first = next(iter(optimizer.values())) if all(isinstance(k, int) for k in optimizer) else optimizer
-    groups = first.get("optimizer", first)["param_groups"]
+    chain = optimizer.values() if all(isinstance(k, int) for k in optimizer) else [optimizer]
+    groups = [g for one in chain for g in one.get("optimizer", one)["param_groups"]]
     lr, decay = groups[0].get("lr", 0.0), max(g.get("weight_decay", 0.0) for g in groups)
+    for g in groups:
+        if "lr" in g and (g["lr"] != lr or "max_lr" in g or "min_lr" in g):
+            g["max_lr"] = g["min_lr"] = g["lr"]
     return {
         "max_lr": lr,
         "min_lr": lr,

@@ -397,6 +397,36 @@ def test_an_optimizer_that_megatron_would_load_otherwise_is_refused(
         ckpttool.convert(source, tmp_path / "out", to="megatron", world_size=2, drop=True)
 
 
+@pytest.mark.parametrize("source", ["Megatron-Core", "OneCycleLR"])
+def test_without_a_schedule_megatron_trains_on_at_the_rates_of_the_param_groups(source: str, tmp_path: Path) -> None:
+    """As Megatron-Core's scheduler computes them, which asks each group for bounds of its own first."""
+    pytest.importorskip("megatron.core", reason="megatron-core is installed by `make test`", exc_type=ImportError)
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    rate = 0.25
+    if source == "OneCycleLR":
+        group = {"lr": rate, "initial_lr": 0.1, "max_lr": 1.0, "min_lr": 1e-6, "weight_decay": 0.1, "params": [FC2, NORM]}
+        path, more = other_trainer(tmp_path / "a.pt", [group]), {"drop": True}
+    else:
+        path, more = folder("moe"), {"reset": ["scheduler"], "set_values": {"optim.param_groups.*.lr": rate}}
+    ckpttool.convert(path, tmp_path / "out", to="megatron", world_size=2, **more)
+    common = common_of(tmp_path / "out")
+
+    class Loaded:
+        param_groups = common["optimizer"]["optimizer"]["param_groups"]
+
+    wanted = [g["weight_decay"] for g in Loaded.param_groups]
+    scheduler = OptimizerParamScheduler(
+        Loaded, init_lr=0.0, max_lr=0.5, min_lr=0.05, lr_warmup_steps=0, lr_decay_steps=100, lr_decay_style="linear", start_wd=0.1,
+        end_wd=0.1, wd_incr_steps=100, wd_incr_style="constant", use_checkpoint_opt_param_scheduler=True,
+    )  # fmt: skip
+    scheduler.load_state_dict(common["opt_param_scheduler"])
+    for _ in range(3):
+        assert [g["lr"] for g in Loaded.param_groups] == [rate, rate]
+        scheduler.step(12)
+        assert [g["weight_decay"] for g in Loaded.param_groups] == wanted
+
+
 @pytest.mark.parametrize("slots", [("momentum_buffer",), ("exp_avg",), ("exp_avg", "exp_inf")])
 def test_state_that_megatron_loads_for_no_optimizer_is_refused(slots: tuple[str, ...], tmp_path: Path) -> None:
     """SGD, Lion and Adamax: DistributedOptimizer takes Adam alone, and SGD has no init_state_fn."""
