@@ -374,10 +374,12 @@ def _build_common_state(
             dropped.append(Dropped(joined(path), 0, _BESIDE_NAMES))
         out["opt_param_scheduler"] = schedule = _make_constant_schedule(out["optimizer"])
         made |= {f"scheduler.{k}": x for k, x in schedule.items()}
+        bounds = any("max_lr" in g for g in _list_param_groups(out["optimizer"]))
         notes.append(
-            "Megatron-Core has no place for another trainer's schedule, and loads none of its optimizer without one: "
-            "common.pt has a constant learning rate. For a schedule of the job's own, start Megatron with "
+            "Megatron-Core loads none of its optimizer without a schedule of its own, and the state has none: common.pt "
+            "has a constant learning rate. For a schedule of the job's own, start Megatron with "
             "--override-opt_param-scheduler"
+            + (", and set max_lr and min_lr of its param groups after the load, which go before it" if bounds else "")
         )
     if found.ours:
         out["ckpttool"] = nest(found.ours)
@@ -420,6 +422,12 @@ def _derive_arguments(ckpt: Checkpoint, source: Source, options: WriteOptions) -
     }
 
 
+def _list_param_groups(optimizer: Any) -> list[dict[str, Any]]:
+    """Return the param groups in the optimizer's part of common.pt, of all optimizers of a chain."""
+    chain = optimizer.values() if all(isinstance(k, int) for k in optimizer) else [optimizer]
+    return [g for one in chain for g in one.get("optimizer", one)["param_groups"]]
+
+
 def _make_constant_schedule(optimizer: Any) -> dict[str, object]:
     """Return the state of an OptimizerParamScheduler that keeps learning rate and weight decay as the param groups have
     them, and set the bounds of these groups to that rate.
@@ -430,8 +438,7 @@ def _make_constant_schedule(optimizer: Any) -> dict[str, object]:
     Args:
         optimizer: the optimizer's part of common.pt; its param groups are changed in place.
     """
-    chain = optimizer.values() if all(isinstance(k, int) for k in optimizer) else [optimizer]
-    groups = [g for one in chain for g in one.get("optimizer", one)["param_groups"]]
+    groups = _list_param_groups(optimizer)
     lr, decay = groups[0].get("lr", 0.0), max(g.get("weight_decay", 0.0) for g in groups)
     for g in groups:
         if "lr" in g and (g["lr"] != lr or "max_lr" in g or "min_lr" in g):
