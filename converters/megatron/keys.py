@@ -24,6 +24,7 @@ __all__ = [
     "TRAINER",
     "Key",
     "assign_group_members",
+    "do_qk_norms_decay",
     "find_model_file",
     "from_plain_args",
     "has_no_weight_decay",
@@ -322,7 +323,10 @@ def name_param_groups(leaves: Leaves, notes: list[str]) -> None:
     if not found or not names:
         return
     adam = {str(p[2]) for p in leaves if p[:2] == ("optim", "state") and len(p) == 4 and p[3] == "exp_avg"}
-    members = assign_group_members(found, {n: len(trained[n].shape) for n in names}, adam)
+    arguments: dict[object, object] = {p[2]: x for p, x in leaves.items() if p[:2] == ("extra", "args") and len(p) == 3}
+    qk_norms_decay = do_qk_norms_decay(arguments)
+    dims = {n: len(trained[n].shape) for n in names}
+    members = assign_group_members(found, dims, adam, qk_norms_decay=qk_norms_decay)
     if members is None:
         notes.append(
             "Megatron-Core saves no parameters of its param groups, and these are not told apart by weight decay and "
@@ -330,8 +334,9 @@ def name_param_groups(leaves: Leaves, notes: list[str]) -> None:
         )
     else:
         notes.append(
-            "Megatron-Core saves no parameters of its param groups: biases and parameters of one dimension were put "
-            "into the group without weight decay, as its own rule does; a job with another rule has other groups"
+            "Megatron-Core saves no parameters of its param groups: biases and parameters of one dimension "
+            f"{'except norms of queries and keys ' if qk_norms_decay else ''}were put into the group without weight "
+            "decay, as its own rule does; a job with another rule has other groups"
         )
         for i, params in members.items():
             leaves["optim", "param_groups", i, "params"] = params
@@ -380,13 +385,29 @@ def _are_steps_equal(a: object, b: object) -> bool:
     return isinstance(a, (int, float)) and isinstance(b, (int, float)) and float(a) == float(b)
 
 
-def has_no_weight_decay(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether Megatron-Core's own rule gives a parameter no weight decay: it is a bias or has one dimension."""
+def has_no_weight_decay(name: str, shape: tuple[int, ...], qk_norms_decay: bool = False) -> bool:
+    """Return whether Megatron-Core's own rule gives a parameter no weight decay: it is a bias or has one dimension.
+
+    `qk_norms_decay` is whether the norms of queries and keys have weight decay in this job (`do_qk_norms_decay`).
+    """
+    if qk_norms_decay and re.search(r"[qk]_layernorm\.", name):
+        return False
     return len(shape) == 1 or name.endswith(".bias")
 
 
+def do_qk_norms_decay(arguments: Mapping[object, object]) -> bool:
+    """Return whether the arguments of a job give weight decay to the norms of queries and keys, as the recipes of
+    Qwen3-Next do (get_standard_config_overrides in optimizer/__init__.py; before 0.16, no_weight_decay_cond_type)."""
+    old = arguments.get("no_weight_decay_cond_type")
+    return arguments.get("apply_wd_to_qk_layernorm") is True or old == "apply_wd_to_qk_layernorm"
+
+
 def assign_group_members(
-    groups: Mapping[int, Mapping[object, object]], dims: Mapping[str, int], adam: Collection[str] = ()
+    groups: Mapping[int, Mapping[object, object]],
+    dims: Mapping[str, int],
+    adam: Collection[str] = (),
+    *,
+    qk_norms_decay: bool,
 ) -> dict[int, list[str]] | None:
     """Return {number of a param group: its parameters} by Megatron-Core's rule; None if the rule does not fit the
     groups.
@@ -396,6 +417,7 @@ def assign_group_members(
         dims: {parameter: number of its dimensions}, in the order of the model.
         adam: parameters with Adam's moments, which are in the groups that have `betas` where only some groups do: a
             chain of Muon, for matrices, and Adam.
+        qk_norms_decay: as `has_no_weight_decay`.
     """
     chained = len({"betas" in g for g in groups.values()}) > 1
     of: dict[tuple[bool, bool, bool], int] = {}
@@ -413,7 +435,7 @@ def assign_group_members(
     out: dict[int, list[str]] = {i: [] for i in groups}
     experts = any(expert for *_, expert in of)
     for name, n in dims.items():
-        bare = has_no_weight_decay(name, (0,) * n)
+        bare = has_no_weight_decay(name, (0,) * n, qk_norms_decay)
         expert = experts and re.search(r"\bexperts\b", name) is not None and "shared_experts" not in name
         group = of.get((chained and name in adam, bare, expert))
         if group is None:

@@ -34,7 +34,14 @@ from ckpttool.storage.source import Source
 
 from ..dcp import write_dcp as _dcp_write
 from ..dcp.object_items import Whole
-from .keys import CHAINED, from_plain_args, has_no_weight_decay, name_param_groups, parse_common_state
+from .keys import (
+    CHAINED,
+    do_qk_norms_decay,
+    from_plain_args,
+    has_no_weight_decay,
+    name_param_groups,
+    parse_common_state,
+)
 
 __all__ = ["prepare", "write"]
 
@@ -189,6 +196,7 @@ def _predict_values(
     if "optimizer" in common:
         leaves |= flatten_tree(parse_common_state({"optimizer": common["optimizer"]}, "common.pt"))
     leaves |= {t.path: t for t in ckpt.tensors.values() if joined(t.path) not in gone}
+    leaves |= {v.path: v.data for v in ckpt.values.values() if v.path[:2] == ("extra", "args")}
     name_param_groups(leaves, [])
     read = {joined(p): Value(p, x) for p, x in leaves.items() if p[0] == "optim" and not isinstance(x, TensorEntry)}
     before = {n: v for n, v in ckpt.values.items() if v.path[0] == "optim" and n not in gone}
@@ -422,6 +430,11 @@ def _derive_arguments(ckpt: Checkpoint, source: Source, options: WriteOptions) -
     }
 
 
+def _list_arguments(ckpt: Checkpoint) -> dict[object, object]:
+    """Return {argument: value} of Megatron-LM's arguments in the state; {} if it has none."""
+    return {v.path[2]: v.data for v in ckpt.values.values() if v.path[:2] == ("extra", "args") and len(v.path) == 3}
+
+
 def _list_param_groups(optimizer: Any) -> list[dict[str, Any]]:
     """Return the param groups in the optimizer's part of common.pt, of all optimizers of a chain."""
     chain = optimizer.values() if all(isinstance(k, int) for k in optimizer) else [optimizer]
@@ -479,12 +492,13 @@ def _build_optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str], 
     members = [list(g.get(("params",), ())) for g in groups]
     if not found or not all("wd_mult" in g or "pre_wd_mult" in g for g in found):
         found, members = _to_megatron_groups(ckpt, found, members, notes)
+    qk_norms_decay = do_qk_norms_decay(_list_arguments(ckpt))
     for g, names in zip(found, members, strict=True):
         odd = [
             n
             for n in names
             if f"model.{n}" in ckpt.tensors
-            and has_no_weight_decay(n, ckpt.tensors[f"model.{n}"].shape)
+            and has_no_weight_decay(n, ckpt.tensors[f"model.{n}"].shape, qk_norms_decay)
             != (g.get("wd_mult", g.get("pre_wd_mult")) == 0.0)
         ]
         if odd:
@@ -570,6 +584,7 @@ def _to_megatron_groups(
                 f"makes its groups by that. {argument('only', ['model'])} leaves the optimizer out.",
                 code="CKPT0316",
             )
+    qk_norms_decay = do_qk_norms_decay(_list_arguments(ckpt))
     decays = {g.get("weight_decay", 0.0) for g in groups} - {0.0}
     odd = next((k for g in alike[1:] for k in {**alike[0], **g} if g.get(k) != alike[0].get(k)), None)
     if odd or len(decays) > 1:
@@ -582,7 +597,7 @@ def _to_megatron_groups(
         n
         for names in members
         for n in names
-        if (t := ckpt.tensors.get(f"model.{n}")) is not None and has_no_weight_decay(n, t.shape)
+        if (t := ckpt.tensors.get(f"model.{n}")) is not None and has_no_weight_decay(n, t.shape, qk_norms_decay)
     ]
     lighter = [
         n

@@ -139,6 +139,44 @@ def test_what_the_param_groups_hold_is_a_rule_of_megatron_and_said(tmp_path: Pat
     assert [g["wd_mult"] for g in groups] == [1.0, 0.0] and groups[0]["betas"] == (0.9, 0.999)
 
 
+@pytest.mark.parametrize("said", [{"apply_wd_to_qk_layernorm": True}, {"no_weight_decay_cond_type": "apply_wd_to_qk_layernorm"}, {}])
+@pytest.mark.parametrize("through", ["", "dcp"])
+def test_norms_of_queries_and_keys_are_in_the_group_that_the_arguments_say(
+    said: dict[str, object], through: str, tmp_path: Path
+) -> None:
+    """The groups are those of Megatron-Core's own function for these arguments."""
+    pytest.importorskip("megatron.core", reason="megatron-core is installed by `make test`", exc_type=ImportError)
+    from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides
+
+    model = {NORM: torch.randn(4), FC2: torch.randn(4, 6)}
+    model |= {f"decoder.layers.0.self_attention.{x}_layernorm.weight": torch.randn(4) for x in "qk"}
+    model |= {f"decoder.layers.0.self_attention.linear_proj.{x}": torch.randn(*shape) for x, shape in (("weight", (4, 4)), ("bias", (4,)))}
+    rules = get_standard_config_overrides(OptimizerConfig(apply_wd_to_qk_layernorm=bool(said)))
+    bare = {n for n, t in model.items() if any(key.matches(torch.nn.Parameter(t), n) for key in rules)}
+    assert NORM in bare and len(bare) == (2 if said else 4)
+    groups = [
+        {"lr": 0.1, "weight_decay": 0.1 * m, "wd_mult": m, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "step": 3}
+        for m in (1.0, 0.0)
+    ]  # fmt: skip
+    source = tmp_path / "iter_0000003"
+    tree = {**model, **{f"optimizer.state.{s}.{n}": torch.rand_like(t) for n, t in model.items() for s in ("exp_avg", "exp_avg_sq")}}
+    dcp.save(tree, checkpoint_id=source, no_dist=True)
+    (source / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    optimizer = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
+    common = {"args": argparse.Namespace(num_layers=1, **said), "checkpoint_version": 3.0, "iteration": 3, "optimizer": optimizer}
+    torch.save(common, source / "common.pt")
+    before: Path = source
+    if through:
+        before = tmp_path / through
+        ckpttool.convert(source, before, to=through, world_size=2)
+    done = ckpttool.convert(before, tmp_path / "out", to="megatron", world_size=2)
+    assert done.verified and not done.dropped
+    for path in (source, before, tmp_path / "out"):
+        with ckpttool.open(path) as opened:
+            found = {v.group: set(v.data) for v in opened.checkpoint.values.values() if v.option == "params"}
+        assert found == {0: model.keys() - bare, 1: bare}
+
+
 def test_inspect_names_the_trainer_and_what_to_do_next() -> None:
     done = ckpttool_here("inspect", str(folder("tp2_pp2")))
     out = " ".join(done.stdout.split())
