@@ -77,8 +77,9 @@ class Summary:
     `trainer` is the program that wrote it and `step` its optimizer step, None where the files do not tell; `ranks` the
     world size of the job, None for one file; `components` {"model": {"tensors", "bytes", "elements", "dtypes": {dtype:
     bytes}, "values"}, ...}; `optimizer` {"kind", "kinds": {name: parameters}, "slots": {slot: {"parameters", "bytes"}},
-    "groups", "unassigned": how many tensors are not of one parameter each by their names}, None without one; `missing` sentences about what a resume would need and is not there; `not_read` files
-    that the layout does not read, as `Unread.to_json` has them; `adapter` {"only": whether no base model is there,
+    "groups", "unassigned": how many tensors are not of one parameter each by their names}, None without one; `missing`
+    sentences about what a resume would need and is not there; `not_read` files that the layout does not read, as
+    `Unread.to_json` has them; `adapter` {"only": whether no base model is there,
     "ranks", "modules", "names", "base_model"} of LoRA, None without one; `encoding` {"weights": how many are codes with
     scales, "of": of how many, "schemes": {scheme: weights}, "faults": sentences about what is not whole, "method": the
     quant_method of config.json, None without one, "parameters": how many numbers the model has, codes counted as what

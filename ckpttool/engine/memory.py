@@ -335,9 +335,7 @@ class _State:
         }[given]
         if given != "saved" and request.optimizer is None:
             none = "the optimizer's tensors are not by parameter" if unassigned else "no optimizer is in the checkpoint"
-            self.notes.append(
-                f"{none}: AdamW with fp32 moments is assumed; {argument('optimizer')} names another one"
-            )
+            self.notes.append(f"{none}: AdamW with fp32 moments is assumed; {argument('optimizer')} names another one")
 
     def list_held(self, strategy: str) -> list[_Held]:
         """List the tensors of the model with the bytes that a strategy keeps for each; tied weights are listed once.

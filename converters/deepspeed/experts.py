@@ -200,8 +200,8 @@ class Experts:
         own = self.stacked[name][expert_rank]
         if p.shape[:1] != (len(own),):
             raise Corrupt(
-                f'{what}: param_shapes gives the stack of experts "{name}" the shape {list(p.shape)} on each rank, and there '
-                f"are files of {len(own)} experts for it. The files are of different saves, or damaged.",
+                f'{what}: param_shapes gives the stack of experts "{name}" the shape {list(p.shape)} on each rank, and '
+                f"there are files of {len(own)} experts for it. The files are of different saves, or damaged.",
                 code="CKPT0409",
             )
         one = prod(p.shape[1:])

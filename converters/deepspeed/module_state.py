@@ -437,11 +437,7 @@ class SaveReader:
                 raise Unsupported(f"{first.what}: a key {short(key)} that is not text.", code="CKPT0307")
             if key in OWN:
                 continue
-            have = [
-                (r, f)
-                for r, f in enumerate(files)
-                if key in f.tree and not (key in MAYBE and f.tree[key] is None)
-            ]
+            have = [(r, f) for r, f in enumerate(files) if key in f.tree and not (key in MAYBE and f.tree[key] is None)]
             if not have:
                 continue
             if have[0][0] > 0:

@@ -384,8 +384,8 @@ def _build_common_state(
         made |= {f"scheduler.{k}": x for k, x in schedule.items()}
         bounds = any("max_lr" in g for g in _list_param_groups(out["optimizer"]))
         notes.append(
-            "Megatron-Core loads none of its optimizer without a schedule of its own, and the state has none: common.pt "
-            "has a constant learning rate. For a schedule of the job's own, start Megatron with "
+            "Megatron-Core loads none of its optimizer without a schedule of its own, and the state has none: "
+            "common.pt has a constant learning rate. For a schedule of the job's own, start Megatron with "
             "--override-opt_param-scheduler"
             + (", and set max_lr and min_lr of its param groups after the load, which go before it" if bounds else "")
         )

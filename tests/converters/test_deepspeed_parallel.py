@@ -246,7 +246,10 @@ def test_a_stage_keeps_its_own_client_state(saves: Path, tmp_path: Path) -> None
         names = [f"global_step3/mp_rank_{s:02}_model_states.pt" for s in range(stages)]
         trees = [torch.load(tmp_path / out / name, weights_only=False) for name in names]
         assert [t["mine"] for t in trees] == mine
-        assert [t["lr_scheduler"] for t in trees] == [None, *(own["lr_scheduler"] if n == 8 else None for n in mine[1:])]
+        assert [t["lr_scheduler"] for t in trees] == [
+            None,
+            *(own["lr_scheduler"] if n == 8 else None for n in mine[1:]),
+        ]
         assert trees[0].get("per_rank") == others and "per_rank" not in trees[1]
 
 

@@ -139,7 +139,9 @@ def test_what_the_param_groups_hold_is_a_rule_of_megatron_and_said(tmp_path: Pat
     assert [g["wd_mult"] for g in groups] == [1.0, 0.0] and groups[0]["betas"] == (0.9, 0.999)
 
 
-@pytest.mark.parametrize("said", [{"apply_wd_to_qk_layernorm": True}, {"no_weight_decay_cond_type": "apply_wd_to_qk_layernorm"}, {}])
+@pytest.mark.parametrize(
+    "said", [{"apply_wd_to_qk_layernorm": True}, {"no_weight_decay_cond_type": "apply_wd_to_qk_layernorm"}, {}]
+)
 @pytest.mark.parametrize("through", ["", "dcp"])
 def test_norms_of_queries_and_keys_are_in_the_group_that_the_arguments_say(
     said: dict[str, object], through: str, tmp_path: Path
@@ -150,7 +152,10 @@ def test_norms_of_queries_and_keys_are_in_the_group_that_the_arguments_say(
 
     model = {NORM: torch.randn(4), FC2: torch.randn(4, 6)}
     model |= {f"decoder.layers.0.self_attention.{x}_layernorm.weight": torch.randn(4) for x in "qk"}
-    model |= {f"decoder.layers.0.self_attention.linear_proj.{x}": torch.randn(*shape) for x, shape in (("weight", (4, 4)), ("bias", (4,)))}
+    model |= {
+        f"decoder.layers.0.self_attention.linear_proj.{x}": torch.randn(*shape)
+        for x, shape in (("weight", (4, 4)), ("bias", (4,)))
+    }
     rules = get_standard_config_overrides(OptimizerConfig(apply_wd_to_qk_layernorm=bool(said)))
     bare = {n for n, t in model.items() if any(key.matches(torch.nn.Parameter(t), n) for key in rules)}
     assert NORM in bare and len(bare) == (2 if said else 4)
@@ -159,11 +164,19 @@ def test_norms_of_queries_and_keys_are_in_the_group_that_the_arguments_say(
         for m in (1.0, 0.0)
     ]  # fmt: skip
     source = tmp_path / "iter_0000003"
-    tree = {**model, **{f"optimizer.state.{s}.{n}": torch.rand_like(t) for n, t in model.items() for s in ("exp_avg", "exp_avg_sq")}}
+    tree = {
+        **model,
+        **{f"optimizer.state.{s}.{n}": torch.rand_like(t) for n, t in model.items() for s in ("exp_avg", "exp_avg_sq")},
+    }
     dcp.save(tree, checkpoint_id=source, no_dist=True)
     (source / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     optimizer = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
-    common = {"args": argparse.Namespace(num_layers=1, **said), "checkpoint_version": 3.0, "iteration": 3, "optimizer": optimizer}
+    common = {
+        "args": argparse.Namespace(num_layers=1, **said),
+        "checkpoint_version": 3.0,
+        "iteration": 3,
+        "optimizer": optimizer,
+    }
     torch.save(common, source / "common.pt")
     before: Path = source
     if through:
@@ -443,7 +456,14 @@ def test_without_a_schedule_megatron_trains_on_at_the_rates_of_the_param_groups(
 
     rate = 0.25
     if source == "OneCycleLR":
-        group = {"lr": rate, "initial_lr": 0.1, "max_lr": 1.0, "min_lr": 1e-6, "weight_decay": 0.1, "params": [FC2, NORM]}
+        group = {
+            "lr": rate,
+            "initial_lr": 0.1,
+            "max_lr": 1.0,
+            "min_lr": 1e-6,
+            "weight_decay": 0.1,
+            "params": [FC2, NORM],
+        }
         path, more = other_trainer(tmp_path / "a.pt", [group]), {"drop": True}
     else:
         path, more = folder("moe"), {"reset": ["scheduler"], "set_values": {"optim.param_groups.*.lr": rate}}

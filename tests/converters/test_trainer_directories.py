@@ -14,6 +14,7 @@ import torch
 from commands import ckpttool_here
 from peers import FIXTURES, difference, load_dcp, load_full, same_value, tensors_of
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckpttool
 from ckpttool.errors import Corrupt, MissingPackage, Unsafe, Unsupported, UsageError
@@ -814,3 +815,24 @@ def test_a_buffer_named_as_a_counter_is_the_model_s(tmp_path: Path) -> None:
     ckpttool.convert(found.parent, tmp_path / "hf", to="hf", drop=True)
     back = load_file(tmp_path / "hf" / "model.safetensors")
     assert back.keys() == weights.keys() and all(torch.equal(back[n], weights[n]) for n in weights)
+
+
+@pytest.mark.parametrize("to", ["accelerate", "trainer", "lightning", "verl", "llamafactory", "xtuner"])
+@pytest.mark.parametrize("counts_in", ["last_epoch", "num_steps"])
+def test_a_schedule_that_no_scheduler_of_torch_would_go_on_with_is_said(
+    to: str, counts_in: str, tmp_path: Path
+) -> None:
+    """torch's scheduler takes over the state of Megatron-Core's or DeepSpeed's without an error, and begins at step 0."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = {counts_in: 7, "max_lr": 0.1}
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    scheduler.load_state_dict({**state, "lr_lambdas": [None]})
+    goes_on = scheduler.last_epoch == 7
+    weights, moments = get_state_dict(model, optimizer)
+    torch.save({"model": weights, "optim": moments, "scheduler": state, "step": 7}, tmp_path / "a.pt")
+    done = ckpttool.convert(tmp_path / "a.pt", tmp_path / "out", to=to, world_size=2, drop=True)
+    said = [n for n in done.notes if "has no last_epoch" in n]
+    assert len(said) == (not goes_on), done.notes
