@@ -229,6 +229,8 @@ from ckpttool.layouts import WriteOptions, find
 from ckpttool.storage.buffers import read_peak_memory
 opened = opening.open(sys.argv[1])
 read = time.monotonic()
+child = resource.getrusage(resource.RUSAGE_CHILDREN)
+cpu = time.process_time() + child.ru_utime + child.ru_stime
 draft = find("dcp").write(opened.checkpoint, opened.source, WriteOptions("out", 384))
 planned = time.monotonic()
 meta = draft.files[-1].first_bytes()
@@ -236,7 +238,7 @@ done = time.monotonic()
 print(json.dumps({
     "chunks": sum(len(t.chunks) for t in opened.checkpoint.tensors.values()),
     "planned_chunks": sum(len(t.chunks) for t in draft.checkpoint.tensors.values()),
-    "read_and_check_s": round(read - began, 2), "plan_s": round(planned - read, 2),
+    "read_and_check_s": round(read - began, 2), "read_and_check_cpu_s": round(cpu, 2), "plan_s": round(planned - read, 2),
     "metadata_s": round(done - planned, 2), "metadata_mb": len(meta) >> 20, "peak_mib": read_peak_memory() >> 20,
     "child_peak_mib": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10,
 }))
