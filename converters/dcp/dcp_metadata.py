@@ -606,7 +606,13 @@ def _check_storage_data(state: dict[str, Any], collector: _Collector, what: str)
         Corrupt: chunks or items do not add up, or plans of a saver are among them.
     """
     items = state.get("storage_data")
-    if other := next((x for x in items.values() if isinstance(x, pickles.Opaque)), None) if items else None:
+    if not isinstance(items, dict):
+        raise Corrupt(
+            f"{what}: has no storage_data, which says where items are and without which torch loads nothing; the file "
+            "is damaged.",
+            code="CKPT0406",
+        )
+    if other := next((x for x in items.values() if isinstance(x, pickles.Opaque)), None):
         raise Unsupported(
             f"{what}: storage_data says where items are with objects of {other.cls}, a class that ckpttool does "
             "not know. Save the checkpoint with torch's own writer.",
@@ -614,7 +620,7 @@ def _check_storage_data(state: dict[str, Any], collector: _Collector, what: str)
         )
     if collector.boxes.rows or collector.places != collector.items:
         raise Corrupt(f"{what}: {collector.boxes.rows} chunks belong to no tensor.", code="CKPT0406")
-    if collector.planned and any(pair != collector.single for pair in state["storage_data"].items()):
+    if collector.planned and any(pair != collector.single for pair in items.items()):
         raise Corrupt(f"{what}: storage_data holds plans of a saver.", code="CKPT0406")
 
 

@@ -110,6 +110,20 @@ def test_plans_inside_another_field_are_refused(
 
 
 @pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("gone", ["none", "renamed"])
+def test_items_without_storage_data_are_refused_as_torch_does(
+    tmp_path: Path, gone: str, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    top = saved()
+    if gone == "none":
+        top.storage_data = None
+    else:
+        top.elsewhere = top.__dict__.pop("storage_data")  # type: ignore[attr-defined]
+    with pytest.raises(CkpttoolError, match="has no storage_data"):
+        read(tmp_path, top, large, monkeypatch)
+
+
+@pytest.mark.parametrize("large", [False, True])
 def test_places_behind_the_plans_are_refused(tmp_path: Path, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     top = saved()
     top.all_local_plans = plans()  # type: ignore[attr-defined]
