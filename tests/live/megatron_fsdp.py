@@ -88,10 +88,10 @@ def with_fsdp(gated: bool = True, **ddp: Any) -> None:
     import megatron.core.distributed as made
     import megatron.core.optimizer as optimizers
     import megatron.core.transformer.transformer_config as config
-    from megatron.core.transformer import TransformerConfig
     from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
     from megatron.core.distributed.fsdp.src.megatron_fsdp import megatron_fsdp
+    from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import Float16Module
 
     class Wrapped(mcore_fsdp_adapter.FullyShardedDataParallel):
