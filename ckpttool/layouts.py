@@ -20,6 +20,7 @@ from itertools import islice
 from types import MappingProxyType, NoneType
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
+from .by_fields import ByFields
 from .errors import Corrupt, NotRecognised, Unsupported, UsageError, argument
 from .formats import other_files, safetensors_header
 from .index import trainer_trees
@@ -29,7 +30,7 @@ from .index.draft import Draft
 from .index.names import COMPONENTS, CanonicalState, restore_trainer_tree
 from .index.optimizer_names import Orders, SameTensor
 from .index.param_groups import Groups
-from .options import ByFields, option
+from .options import option
 from .program import ForTrainer, Program, Saves, StateFile
 from .storage import urls
 from .storage.source import Source, read_error

@@ -19,14 +19,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from functools import wraps
 from math import isfinite
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
+from .by_fields import ByFields
 from .errors import UsageError, argument
 from .printable import count_noun
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     from .engine.transform.changing import Page
     from .engine.workers.executors import WorkersSpec
 
@@ -38,7 +37,6 @@ __all__ = [
     "ApplyKeywords",
     "AverageKeywords",
     "AverageRequest",
-    "ByFields",
     "CompareKeywords",
     "CompareRequest",
     "ConvertKeywords",
@@ -147,30 +145,6 @@ def option(
     """
     said = {"help": help, "panel": panel, "flag": flag, "size": size, "metavar": metavar, "least": least, "most": most}
     return field(default=default, metadata=said | {"repeated": repeated, "commas": commas})
-
-
-class ByFields:
-    """Base of frozen dataclasses that are compared, hashed and shown by their fields, as `eq=True` and `repr=True` do.
-
-    dataclass compiles both methods for each class when it is defined; a command starts sooner with one for all.
-    """
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            _list_compared_values(self) == _list_compared_values(other) if type(other) is type(self) else NotImplemented
-        )
-
-    def __hash__(self) -> int:
-        return hash(tuple(_list_compared_values(self)))
-
-    def __repr__(self) -> str:
-        shown = (f"{f.name}={getattr(self, f.name)!r}" for f in fields(cast("DataclassInstance", self)) if f.repr)
-        return f"{type(self).__qualname__}({', '.join(shown)})"
-
-
-def _list_compared_values(x: object) -> list[object]:
-    """Return the values of those fields of a dataclass that are compared, in their order."""
-    return [getattr(x, f.name) for f in fields(cast("DataclassInstance", x)) if f.compare]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -14,16 +14,15 @@ So adding a trainer adds one file. The core names none (tests/test_fences.py).
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
+from .by_fields import ByFields
 from .huggingface import lora
 from .index.checkpoint import Checkpoint, find_unnamed_optimizer_state
 from .index.trainer_trees import TrainerTree
-from .options import ByFields
 from .storage.source import Source
 
 __all__ = ["Advice", "ForTrainer", "Half", "Program", "Saves", "SeenFolder", "StateFile", "Unfinished"]
@@ -132,7 +131,9 @@ class Advice(ByFields):
     @property
     def quoted(self) -> str:
         """Return the path, quoted for a shell."""
-        return shlex.quote(self.path)
+        from shlex import quote
+
+        return quote(self.path)
 
     def convert(self, options: str) -> str:
         """Return the command line that converts the checkpoint to OUT, with these options ("--to hf") at its end."""

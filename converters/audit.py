@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from ckpttool import bounded_json
 from ckpttool.audit.archive_options import ENCRYPTED, SUFFIX, ArchiveOptions
+from ckpttool.by_fields import ByFields
 from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError, argument
 from ckpttool.extras import require_packages
 from ckpttool.formats import values
@@ -223,8 +224,8 @@ def _check_target(target: str, own: ArchiveOptions) -> None:
         require_packages("encryption", "pyrage")
 
 
-@dataclass
-class _Writing:
+@dataclass(eq=False, repr=False)
+class _Writing(ByFields):
     """An archive that is written: its plan, and what its small files will say.
 
     `wanted` are the tensors as they are written, in order; `values` is values.json; `mtime` the time of the members, in

@@ -21,6 +21,7 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
+from ckpttool.by_fields import ByFields
 from ckpttool.errors import UsageError, argument
 from ckpttool.formats.placements import PlacementCut, ShardPiece, compute_local_pieces
 from ckpttool.options import MOST_RANKS
@@ -47,8 +48,8 @@ class RankBox(NamedTuple):
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Mesh:
+@dataclass(frozen=True, eq=False, repr=False)
+class Mesh(ByFields):
     """The sizes of a mesh."""
 
     pp: int = 1

@@ -31,6 +31,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckpttool import bounded_json
+from ckpttool.by_fields import ByFields
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.formats import safetensors_header, stored_tensors, torch_zip
 from ckpttool.formats.pickles import Opaque
@@ -121,8 +122,8 @@ def _iterate_files_below(source: Source, folder: str, depth: int = 0) -> Iterato
             yield path
 
 
-@dataclass
-class _Reading:
+@dataclass(eq=False, repr=False)
+class _Reading(ByFields):
     """The index of a step folder while it is read."""
 
     source: Source

@@ -6,9 +6,9 @@ import math
 import os
 from dataclasses import dataclass
 
+from ckpttool.by_fields import ByFields
 from ckpttool.errors import UsageError, argument
 from ckpttool.layouts import option
-from ckpttool.options import ByFields
 
 from .meshes import Mesh
 

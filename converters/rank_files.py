@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
+from ckpttool.by_fields import ByFields
 from ckpttool.errors import CkpttoolError, Corrupt, Unsupported
 from ckpttool.formats import stored_tensors, torch_zip
 from ckpttool.formats.common_lists import CommonLists
@@ -91,8 +92,8 @@ class DifferentCopy(NamedTuple):
     kept: Extent | None
 
 
-@dataclass
-class Files:
+@dataclass(eq=False, repr=False)
+class Files(ByFields):
     """The files read, and what they told on the way."""
 
     source: Source
@@ -194,8 +195,8 @@ def load_rank_file(files: Files, name: str) -> object:
     return torch_zip.read(read_at, 0, size, what, make_stand_ins(what), lists=files.lists)
 
 
-@dataclass
-class RankParts:
+@dataclass(eq=False, repr=False)
+class RankParts(ByFields):
     """What the files of the ranks hold: the model, optimizers (one may be saved twice), and the rest by the pattern of
     the files' names; `world` is the number of ranks that wrote them."""
 

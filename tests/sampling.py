@@ -43,6 +43,7 @@ SAMPLED = (
     "huggingface/test_name_maps.py::test_the_next_steps_have_the_losses_of_the_other",
     "live/test_job_memory.py::test_the_bytes_of_every_rank_are_those_that_torch_and_deepspeed_allocate",
     "live/test_live.py::test_the_engine_at_another_world_size_goes_on_as_if_never_interrupted",
+    "live/test_megatron_fsdp.py::test_weights_moments_and_settings_of_the_ranks_are_there_exactly",
     "live/test_megatron_premises.py::test_transformers_has_the_logits_of_the_live_model",
     "live/test_newer_maps.py::test_training_goes_on_with_the_losses_of_the_live_job",
     "live/test_newer_maps.py::test_transformers_has_the_logits_of_the_live_model",

@@ -71,7 +71,9 @@ def test_every_migration_from_an_engine_keeps_weights_and_optimizer(
     monkeypatch.chdir(desk)
     results: list[str] = []
     for row in (r for r in ROWS if engine in engines_in(r[0])):
-        if engine == "ZeRO-2" and row[1] == "Megatron":
+        if (
+            engine in ("ZeRO-2", "HSDP") and row[1] == "Megatron"
+        ):  # whose fixtures have groups or an SGD that it refuses
             continue
         for to in engines_in(row[1]) if "zero3" in row[5] else [""]:
             words = shlex.split(row[5].strip("`").replace("zero3", to.lower().replace("-", "") or "zero3"))

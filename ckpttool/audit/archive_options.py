@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..by_fields import ByFields
 from ..errors import UsageError, argument
-from ..options import ByFields
 
 __all__ = ["ENCRYPTED", "SUFFIX", "ArchiveOptions"]
 

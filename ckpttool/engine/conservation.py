@@ -20,6 +20,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from ..by_fields import ByFields
 from ..errors import Differs
 from ..formats.pickles import short
 from ..index.checkpoint import Checkpoint, TensorEntry, Value, joined
@@ -35,8 +36,8 @@ _SHOWN = 3
 _Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 
-@dataclass
-class Account:
+@dataclass(eq=False, repr=False)
+class Account(ByFields):
     """What becomes of every entry of a source; names are those of the source, but for `added`."""
 
     kept: list[str] = field(default_factory=list)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._version import __version__
 from ..bounded_json import parse
+from ..by_fields import ByFields
 from ..errors import Corrupt, SourceChanged, Unreadable, Unsafe, argument
 from ..formats import values
 from ..index.checkpoint import Checkpoint, TensorEntry, Value
@@ -46,8 +47,8 @@ RECORD_SCHEMA = "ckpttool.record/1"  # records of before 1.0 do not say it
 MOST_RECORD_BYTES = 256 << 20  # 10^6 tensors
 
 
-@dataclass(frozen=True)
-class Recorded:
+@dataclass(frozen=True, eq=False, repr=False)
+class Recorded(ByFields):
     """What a ckpttool.json says.
 
     `tensors`   {name: (dtype, shape, BLAKE3 hex)}, tied names without bytes of their own included

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING, TypeVar, cast
 
 from .. import errors
@@ -84,6 +83,8 @@ def stream_from_child(
     """
     seconds = 20 + work_bytes // (2 << 20)
     memory = (1 << 30) + 24 * work_bytes if work_bytes else 0
+    from tempfile import TemporaryFile  # inspect starts sooner without
+
     with TemporaryFile() as stderr:
         child = subprocess.Popen(
             [sys.executable, "-P", "-c", _CODE, function, argument, str(seconds), str(memory)],

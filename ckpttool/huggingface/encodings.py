@@ -37,6 +37,7 @@ from math import prod
 from typing import NamedTuple
 
 from .. import bounded_json
+from ..by_fields import ByFields
 from ..errors import CkpttoolError, argument
 from ..index.checkpoint import FLOATING, Checkpoint, TensorEntry, joined
 from ..index.composites import find_composites
@@ -128,8 +129,8 @@ _AT_LOAD = frozenset(("bitsandbytes", "torchao", "quanto", "hqq", "eetq", "higgs
 OWN_CONFIGS = frozenset(("hf_quant_config.json", "quantize_config.json", "quant_config.json"))
 
 
-@dataclass(frozen=True)
-class Encoded:
+@dataclass(frozen=True, eq=False, repr=False)
+class Encoded(ByFields):
     """One weight that is codes.
 
     `scheme`    text for people
@@ -171,8 +172,8 @@ class Fault(NamedTuple):
     sure: bool
 
 
-@dataclass(frozen=True)
-class Encodings:
+@dataclass(frozen=True, eq=False, repr=False)
+class Encodings(ByFields):
     """The encoded weights of a checkpoint.
 
     `weights` {codes: what they are}; `belongs` {tensor: the codes that it belongs to}, the codes themselves included;

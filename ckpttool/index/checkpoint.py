@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple, TypeVar, overload
 
+from ..by_fields import ByFields
 from ..errors import Corrupt, UsageError
 from ..printable import count_noun
 from .paths import HasPath, Number, Path, joined
@@ -381,8 +382,8 @@ class Replica(NamedTuple):
     copy: TensorEntry
 
 
-@dataclass
-class Salvage:
+@dataclass(eq=False, repr=False)
+class Salvage(ByFields):
     """What is left of a damaged checkpoint. Every tensor of it that is neither missing nor rebuilt is exact.
 
     `problems`  sentences about its files
@@ -411,8 +412,8 @@ class Salvage:
         return out | {n: f"missing: {why}" for n, why in self.missing.items()}
 
 
-@dataclass
-class Checkpoint:
+@dataclass(eq=False, repr=False)
+class Checkpoint(ByFields):
     """A checkpoint as an index, without bytes of tensors.
 
     `origin` maps prefixes of canonical paths to those of the source if they differ, {("trainer", "step"): ("step",)},

@@ -39,6 +39,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
+from ..by_fields import ByFields
 from .checkpoint import Checkpoint, Leaves, Path, TensorEntry, Value, joined
 
 __all__ = [
@@ -74,8 +75,8 @@ class CannotCut(Exception):
     """Why a tensor subclass cannot be cut there."""
 
 
-@dataclass(frozen=True)
-class Composite:
+@dataclass(frozen=True, eq=False, repr=False)
+class Composite(ByFields):
     """A tensor subclass: `about` is the value at `path` + MARK, `tensors` what is inside, by name."""
 
     path: Path

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from ..by_fields import ByFields
 from .checkpoint import Checkpoint, Path, TensorEntry, Value, joined
 
 __all__ = [
@@ -63,8 +64,8 @@ class EarlierFile(NamedTuple):
     read: Callable[[int, int], bytes]
 
 
-@dataclass
-class DraftFile:
+@dataclass(eq=False, repr=False)
+class DraftFile(ByFields):
     """A file of the destination: `head` are its first bytes, or all of them if it contains no chunk.
 
     `coded(write, jobs, earlier)` makes the sink of a file that is transformed on its way to the disk. With `earlier`,
@@ -91,8 +92,8 @@ class DraftFile:
         return head if isinstance(head, bytes) else b"".join(head)
 
 
-@dataclass
-class Draft:
+@dataclass(eq=False, repr=False)
+class Draft(ByFields):
     """A destination whose tensor bytes are still missing.
 
     Files are written front to back in the order of `checkpoint.tensors`, which therefore lists, for every file, its

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..by_fields import ByFields
 from ..errors import Unsupported, argument
 from .checkpoint import Checkpoint, TensorEntry
 from .names import KEEPS_NUMBERS
@@ -24,8 +25,8 @@ def has_schedule_free_optimizer(ckpt: Checkpoint) -> bool:
     return any(state.name.startswith("schedule-free") for state in find_optimizers(ckpt))
 
 
-@dataclass(frozen=True)
-class FreeParameter:
+@dataclass(frozen=True, eq=False, repr=False)
+class FreeParameter(ByFields):
     """A parameter of a schedule-free optimizer: its z, the momentum of its group, and whether the weights are y."""
 
     z: TensorEntry

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, islice
 
+from ..by_fields import ByFields
+
 __all__ = ["NOT_RESUMED", "EntrySelection", "explain_no_match", "find_unmatched_patterns"]
 
 _GLOB = re.compile(r"[*?\[]")
@@ -22,8 +24,8 @@ NOT_RESUMED = "A job resumes from a part only if it asks for nothing else"
 _MOST_COMPARED = 20_000  # names, for a suggestion
 
 
-@dataclass(frozen=True)
-class EntrySelection:
+@dataclass(frozen=True, eq=False, repr=False)
+class EntrySelection(ByFields):
     """The part of a checkpoint that was asked for: `only` what these patterns select, None for all of it, but for what
     those of `left_out` select."""
 

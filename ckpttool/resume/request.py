@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
+from ..by_fields import ByFields
 from ..errors import UsageError, argument, get_named_flags
-from ..options import ByFields, OpenOptions, ReadKeywords, option
+from ..options import OpenOptions, ReadKeywords, option
 from .trace.records import NumericsRecord
 
 __all__ = [

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
+from ..by_fields import ByFields
 from ..errors import UsageError, argument
-from ..options import ByFields, OpenOptions, option
+from ..options import OpenOptions, option
 from ..storage import urls
 
 __all__ = ["WatchRequest"]

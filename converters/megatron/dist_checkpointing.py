@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpttool import bounded_json
+from ckpttool.by_fields import ByFields
 from ckpttool.errors import CkpttoolError, Corrupt, Unsupported, argument
 from ckpttool.formats import stored_tensors, torch_zip
 from ckpttool.formats.pickles import short
@@ -159,8 +160,8 @@ def locate_distcp_tensors(ckpt: Checkpoint, source: Source) -> Checkpoint:
 # -------------------------------------------------------------------------------------------------------- sections
 
 
-@dataclass
-class _Section:
+@dataclass(eq=False, repr=False)
+class _Section(ByFields):
     """One folder of dist_checkpointing, as dcp reads it, under Megatron's own keys."""
 
     folder: str
@@ -252,8 +253,8 @@ def _open_section(source: Source, folder: str, options: ReadOptions) -> _Section
     return out
 
 
-@dataclass
-class _State:
+@dataclass(eq=False, repr=False)
+class _State(ByFields):
     """What the sections read so far hold together; files have their numbers in the list of all sections' files."""
 
     source: Source

@@ -37,7 +37,6 @@ from ckpttool.storage.sources import open_source
 from .. import dcp
 from .dist_checkpointing import locate_distcp_tensors
 from .keys import TRAINER, to_plain_args
-from .legacy.sharding import LAYER, to_global_name
 
 __all__ = ["FsdpDtensor"]
 
@@ -175,6 +174,8 @@ def _parse_name(stored: str, model: Set[str]) -> tuple[str, _Part]:
     name = _WRAPPERS.sub("", stored)
     half = m["half"] if (m := _HALF.fullmatch(name)) else ""
     name = m["name"] if m else name
+    from .legacy.sharding import LAYER, to_global_name  # which loads what reads tensors
+
     of = LAYER.fullmatch(name)
     layer = f"{of['head']}.{of['i']}" if of else ""
     fused = {f"{layer}.self_attention.linear_qkv.weight", f"{layer}.input_layernorm.weight"} <= model

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckpttool.by_fields import ByFields
 from ckpttool.errors import Corrupt
 from ckpttool.formats.pickles import MEGATRON_ENUMS, Global, Opaque, short
 from ckpttool.formats.stored_tensors import Inline, StoredTensor
@@ -61,8 +62,8 @@ _OF_GROUP = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Key:
+@dataclass(frozen=True, eq=False, repr=False)
+class Key(ByFields):
     """What the key of a tensor says.
 
     `path` is the canonical path of the tensor, or of the first layer's where `stacked`: then the first axis counts the

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 from ckpttool import bounded_json, layouts
+from ckpttool.by_fields import ByFields
 from ckpttool.errors import Corrupt, IncompleteWeights, MissingPackage, Unsafe, Unsupported, UsageError, argument
 from ckpttool.formats import stored_tensors, torch_zip
 from ckpttool.formats.pickles import short
@@ -45,7 +46,6 @@ from ckpttool.index.optimizer_names import iterate_possible_orders
 from ckpttool.index.param_groups import list_numbered_parameters
 from ckpttool.index.schedulers import complete_scheduler_state
 from ckpttool.layouts import Place, ReadOptions, WriteOptions
-from ckpttool.options import ByFields
 from ckpttool.program import Advice, Program, Saves
 from ckpttool.storage.overlay import add_sibling_files
 from ckpttool.storage.source import Source

@@ -13,9 +13,9 @@ from peers import FIXTURES
 import ckpttool
 
 BASE = ("-c", "import typer, rich.console")
-#: Measured on a quiet machine: 1.52, 1.75, 2.22 and 2.37, where 2.0 is wanted of inspect; two busy cores add a tenth.
+#: Measured on a quiet machine: 1.17, 1.75, 2.17 and 2.37, where 2.0 is wanted of inspect; two busy cores add a tenth.
 LIMITS = {
-    ("-m", "ckpttool", "--help"): 1.7,
+    ("-m", "ckpttool", "--help"): 1.35,
     ("-m", "ckpttool", "convert", "--help"): 1.95,  # the options of every layout
     ("-m", "ckpttool", "inspect", str(FIXTURES / "fsdp2_w3" / "ckpt")): 2.4,
     ("-m", "ckpttool", "inspect", "ARCHIVE"): 2.55,

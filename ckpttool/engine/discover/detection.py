@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 
 from ... import layouts
+from ...by_fields import ByFields
 from ...errors import CkpttoolError, NotPermitted, NotRecognised, UsageError, argument
 from ...formats import other_files
 from ...index.paths import is_number_text
@@ -53,8 +54,8 @@ _MOST_EXPORTS = 2  # weights alone at the end of a run, as torchtitan saves them
 _MOST_REMOTE = 200  # and on a store, where each takes a request
 
 
-@dataclass(frozen=True)
-class FoundCheckpoint:
+@dataclass(frozen=True, eq=False, repr=False)
+class FoundCheckpoint(ByFields):
     """A checkpoint below a folder.
 
     `name` is relative to that folder; `step` is None where no name has it; `trainer` is None where names alone do not
@@ -78,8 +79,8 @@ class FoundCheckpoint:
     weights_only: bool = False
 
 
-@dataclass(frozen=True)
-class Checkpoints:
+@dataclass(frozen=True, eq=False, repr=False)
+class Checkpoints(ByFields):
     """The checkpoints below a folder, oldest first. `left_out` is the number of folders that were not looked into."""
 
     path: str
