@@ -56,7 +56,7 @@ def test_mypy_sees_a_misspelt_option_of_a_layout(tmp_path: Path) -> None:
     (tmp_path / "calls.py").write_text(
         "import ckpttool\nckpttool.ZeroOptions(sub_group_size=1000)\nckpttool.ZeroOptions(subgroup_size=1000)\n"
     )
-    modules = ["ckpttool", "ckpttool.options", "ckpttool.converters.options", "calls"]
+    modules = ["ckpttool", "ckpttool.by_fields", "ckpttool.converters.options", "calls"]
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", "--follow-imports=skip", "--cache-dir", tmp_path / "cache", "--config-file=",
          *(word for module in modules for word in ("-m", module))],
