@@ -277,28 +277,6 @@ def _add_storage(
     return TensorRef(t.dtype, t.shape, key, t.numel)
 
 
-def _describe_other_schedulers(ckpt: Checkpoint) -> list[str]:
-    """Return a note if a scheduler's state is not of torch's LRScheduler; [] if there is none.
-
-    Such a scheduler takes over whatever a state has (lr_scheduler.py, load_state_dict) and counts in last_epoch, so
-    without that it begins at step 0 and says nothing. Megatron-Core's counts in num_steps, DeepSpeed's own in
-    last_batch_iteration.
-    """
-    of: dict[Path, list[str]] = {}  # the keys of each scheduler; several are numbered
-    for path in ckpt.leaves():
-        if path[0] == "scheduler" and len(path) > 1:
-            at = 2 if str(path[1]).isdecimal() and len(path) > 2 else 1
-            of.setdefault(path[:at], []).append(str(path[at]))
-    other = next((keys for keys in of.values() if "last_epoch" not in keys), None)
-    if other is None:
-        return []
-    return [
-        f"the scheduler's state ({', '.join(sorted(dict.fromkeys(other))[:3])}, ...) has no last_epoch, in which "
-        "schedulers of torch count: such a one loads it without an error and begins at step 0. Set its last_epoch "
-        "after the load, or use the scheduler that the source had"
-    ]
-
-
 def join_drafts(
     name: str, ckpt: Checkpoint, parts: Sequence[tuple[str, Draft]], options: WriteOptions, world: int | None
 ) -> Draft:
@@ -347,8 +325,6 @@ def join_drafts(
         return part.tail(own, written, digests) if part.tail else b""
 
     out.before, out.after, out.tail = before, after, tail
-    if name != "torchtune":  # whose recipes have no scheduler
-        out.notes += _describe_other_schedulers(ckpt)
     return out
 
 

@@ -36,6 +36,7 @@ from .join import (
 
 __all__ = [
     "count_steps",
+    "describe_other_schedulers",
     "explain_missing_scheduler",
     "find_only_scheduler",
     "refuse_several_optimizers",
@@ -118,6 +119,24 @@ def _list_schedulers(ckpt: Checkpoint) -> list[tuple[set[Path], dict[Path, objec
     numbers = sorted({str(p[1]) for p in found}, key=int)
     rows = [{p: leaf for p, leaf in found.items() if str(p[1]) == n} for n in numbers]
     return [(set(row), strip_paths(row, 2)) for row in rows]
+
+
+def describe_other_schedulers(ckpt: Checkpoint) -> list[str]:
+    """Return a note if a scheduler's state is not one of torch's LRScheduler; [] if all are, or there is none.
+
+    LRScheduler.load_state_dict (torch/optim/lr_scheduler.py) loads any state, and the scheduler counts in last_epoch:
+    without that it begins at step 0 and says nothing. Megatron-Core's counts in num_steps, DeepSpeed's own in
+    last_batch_iteration.
+    """
+    keys = [{str(p[0]) for p in state} for _, state in _list_schedulers(ckpt)]
+    other = next((found for found in keys if "last_epoch" not in found), None)
+    if other is None:
+        return []
+    return [
+        f"the scheduler's state ({', '.join(sorted(other)[:3])}, ...) has no last_epoch, in which schedulers of torch "
+        "count: such a one loads it without an error and begins at step 0. Set its last_epoch after the load, or use "
+        "the scheduler that the source had"
+    ]
 
 
 def strip_paths(leaves: Mapping[Path, object], cut: int, names: Mapping[str, str] | None = None) -> dict[Path, object]:
@@ -216,6 +235,7 @@ def _draft_directory(
     rest, kept = collect_left_over_state(ckpt, placed)
     parts.append(("", draft_small_files(ckpt, [*rest, *small], options)))
     out = join_drafts(name, ckpt, parts, options, world)
+    out.notes += describe_other_schedulers(ckpt)
     other = argument("state_dict_type", "sharded" if kind == "ddp" else "ddp", "DirectoryOptions")
     if kind != "ddp":
         notes = [f"for a job with FSDP; {other} writes it for one without", *notes]
@@ -536,7 +556,7 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     ]
     out = join_drafts("lightning", ckpt, parts, options, world)
     out.dropped += lost
-    out.notes += [*notes, *kept]
+    out.notes += [*describe_other_schedulers(ckpt), *notes, *kept]
     out.synthesized_values |= {joined(p): data for p, data in made.items()}
     return out
 

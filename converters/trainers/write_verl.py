@@ -40,7 +40,7 @@ from .join import (
     number_parameters,
     sort_param_groups,
 )
-from .write_directories import note_missing_rng, refuse_several_optimizers
+from .write_directories import describe_other_schedulers, note_missing_rng, refuse_several_optimizers
 
 __all__ = ["write_verl"]
 
@@ -80,6 +80,7 @@ def write_verl(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft
     if ("scheduler",) not in ckpt.leaves() and not any(p[0] == "scheduler" for p in ckpt.leaves()):
         out.synthesized_values["scheduler"] = None
     out.notes += [
+        *describe_other_schedulers(ckpt),
         "for a job with strategy fsdp2 and one fsdp group of all ranks; verl reads the step from the name of the "
         "folder, global_step_<step>, and the tokenizer from the model's own folder",
         *notes,

@@ -15,6 +15,7 @@ from ..dcp.write_dcp import write as write_dcp
 from .join import SmallFile, collect_left_over_state, draft_small_files, join_drafts
 from .write_directories import (
     count_steps,
+    describe_other_schedulers,
     explain_missing_scheduler,
     find_only_scheduler,
     refuse_several_optimizers,
@@ -73,7 +74,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     files = draft_small_files(ckpt, [*rest, *small, state], options)
 
     out = join_drafts("xtuner", ckpt, [("weights/", draft), ("", files)], options, world)
-    out.notes += [*notes, *kept]
+    out.notes += [*describe_other_schedulers(ckpt), *notes, *kept]
     made = {("trainer", n): x for n, x in counters.items() if own[n] is None}
     out.synthesized_values |= {joined(p): x for p, x in made.items()}
     return out
