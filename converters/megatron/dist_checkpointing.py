@@ -441,7 +441,7 @@ def _add_rank_objects(leaves: Leaves, objects: Mapping[str, Mapping[Path, object
         elif (what := str(path[3]).partition(".")[0]) == "optimizer":
             groups[key] = _unwrap_object(inside, key), chained
         elif what == "grad_scaler":
-            _add_scaler(leaves, inside, key, chained)
+            _add_stored_scaler(leaves, inside, key, chained)
         elif what not in ("per_bucket_numel", "per_bucket_numel_unpadded"):  # lengths of what lies there
             raise Unsupported(
                 f'The optimizer is stored as "{key}", one object for each data-parallel group '
@@ -453,10 +453,11 @@ def _add_rank_objects(leaves: Leaves, objects: Mapping[str, Mapping[Path, object
         _add_param_groups(leaves, groups)
 
 
-def _add_scaler(leaves: Leaves, inside: Mapping[Path, object], key: str, chained: int) -> None:
+def _add_stored_scaler(leaves: Leaves, inside: Mapping[Path, object], key: str, chained: int) -> None:
     """Add a gradient scaler that a data-parallel group saved to `leaves`, under the paths of `parse_common_state`.
 
-    All data-parallel groups save that of an optimizer, and take the same steps with it. The first one's is added.
+    Every data-parallel group saves the scaler of an optimizer, which all of them update alike. The first group's is
+    added; the values of the others are compared with it, and their tensors are not.
 
     Args:
         leaves: {canonical path: leaf}.
@@ -473,9 +474,8 @@ def _add_scaler(leaves: Leaves, inside: Mapping[Path, object], key: str, chained
     for p, x in inside.items():
         at = (*of, *p[1:])
         new = whole if not p else replace(x, path=at) if isinstance(x, TensorEntry) else x
-        if isinstance(first := leaves.setdefault(at, new), TensorEntry) != isinstance(new, TensorEntry) or (
-            first != new and not isinstance(new, TensorEntry)
-        ):
+        first = leaves.setdefault(at, new)
+        if first != new and not (isinstance(first, TensorEntry) and isinstance(new, TensorEntry)):
             raise Unsupported(
                 f'"{key}" holds another gradient scaler than an object before it, so the ranks did not train with one '
                 "optimizer.",

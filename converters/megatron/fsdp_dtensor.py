@@ -171,11 +171,11 @@ def _parse_name(stored: str, model: Set[str]) -> tuple[str, _Part]:
         model: the names of all parameters of the model, without the wrappers' prefix: norms get the names of fused ones
             where the layer's are modules of their own.
     """
+    from .legacy.sharding import LAYER, to_global_name  # which loads what reads tensors
+
     name = _WRAPPERS.sub("", stored)
     half = m["half"] if (m := _HALF.fullmatch(name)) else ""
     name = m["name"] if m else name
-    from .legacy.sharding import LAYER, to_global_name  # which loads what reads tensors
-
     of = LAYER.fullmatch(name)
     layer = f"{of['head']}.{of['i']}" if of else ""
     fused = {f"{layer}.self_attention.linear_qkv.weight", f"{layer}.input_layernorm.weight"} <= model

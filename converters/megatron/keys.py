@@ -4,7 +4,7 @@ describes the files."""
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ __all__ = [
     "TRAINER",
     "Key",
     "assign_group_members",
-    "do_qk_norms_decay",
+    "decays_qk_norms",
     "find_model_file",
     "from_plain_args",
     "has_no_weight_decay",
@@ -312,20 +312,21 @@ def name_param_groups(leaves: Leaves, notes: list[str]) -> None:
     hyperparameters and no list of parameters. Notes for the user are added to `notes`.
     """
     found: dict[int, dict[object, object]] = {}
+    trained: dict[str, TensorEntry] = {}
+    adam: set[str] = set()
     for path, leaf in leaves.items():
         if path[:2] == ("optim", "param_groups") and len(path) == 4:
             found.setdefault(int(path[2]), {})[path[3]] = leaf
-    trained: dict[str, TensorEntry] = {}
-    for path, leaf in leaves.items():
-        if path[:2] == ("optim", "state") and len(path) == 4 and isinstance(leaf, TensorEntry):
-            trained.setdefault(str(path[2]), leaf)
+        elif path[:2] == ("optim", "state") and len(path) == 4:
+            if isinstance(leaf, TensorEntry):
+                trained.setdefault(str(path[2]), leaf)
+            if path[3] == "exp_avg":
+                adam.add(str(path[2]))
     order = {str(p[1]): None for p in leaves if p[0] == "model" and len(p) == 2}
     names = [n for n in order if n in trained] or list(trained)
     if not found or not names:
         return
-    adam = {str(p[2]) for p in leaves if p[:2] == ("optim", "state") and len(p) == 4 and p[3] == "exp_avg"}
-    arguments: dict[object, object] = {p[2]: x for p, x in leaves.items() if p[:2] == ("extra", "args") and len(p) == 3}
-    qk_norms_decay = do_qk_norms_decay(arguments)
+    qk_norms_decay = decays_qk_norms(lambda name: leaves.get(("extra", "args", name)))
     dims = {n: len(trained[n].shape) for n in names}
     members = assign_group_members(found, dims, adam, qk_norms_decay=qk_norms_decay)
     if members is None:
@@ -341,11 +342,12 @@ def name_param_groups(leaves: Leaves, notes: list[str]) -> None:
         )
         for i, params in members.items():
             leaves["optim", "param_groups", i, "params"] = params
-    # a chain of Muon and Adam has a step for Adam alone
-    steps = [g.get("step") for g in found.values()]
-    if members is None and not all(s is not None and _are_steps_equal(s, steps[0]) for s in steps):
-        members = {}
-    for i, params in ({next(iter(found)): names} if members is None else members).items():
+    # the step of a group is that of its parameters; of unknown members, only if all groups have the same
+    if members is None:
+        steps = [g.get("step") for g in found.values()]
+        alike = all(s is not None and _are_steps_equal(s, steps[0]) for s in steps)
+        members = {next(iter(found)): names} if alike else {}
+    for i, params in members.items():
         for name in params if (step := found[i].get("step")) is not None else ():
             path = ("optim", "state", name, "step")
             leaves[path] = replace(step, path=path) if isinstance(step, TensorEntry) else step
@@ -389,18 +391,21 @@ def _are_steps_equal(a: object, b: object) -> bool:
 def has_no_weight_decay(name: str, shape: tuple[int, ...], qk_norms_decay: bool = False) -> bool:
     """Return whether Megatron-Core's own rule gives a parameter no weight decay: it is a bias or has one dimension.
 
-    `qk_norms_decay` is whether the norms of queries and keys have weight decay in this job (`do_qk_norms_decay`).
+    `qk_norms_decay` is whether the norms of queries and keys have weight decay in this job (`decays_qk_norms`).
     """
     if qk_norms_decay and re.search(r"[qk]_layernorm\.", name):
         return False
     return len(shape) == 1 or name.endswith(".bias")
 
 
-def do_qk_norms_decay(arguments: Mapping[object, object]) -> bool:
-    """Return whether the arguments of a job give weight decay to the norms of queries and keys, as the recipes of
-    Qwen3-Next do (get_standard_config_overrides in optimizer/__init__.py; before 0.16, no_weight_decay_cond_type)."""
-    old = arguments.get("no_weight_decay_cond_type")
-    return arguments.get("apply_wd_to_qk_layernorm") is True or old == "apply_wd_to_qk_layernorm"
+def decays_qk_norms(get_argument: Callable[[str], object]) -> bool:
+    """Return whether a job gives weight decay to the norms of queries and keys, as the recipes of Qwen3-Next do
+    (get_standard_config_overrides in optimizer/__init__.py; before 0.16, no_weight_decay_cond_type).
+
+    `get_argument` returns an argument of the job by its name, None where it has none of that name.
+    """
+    old = get_argument("no_weight_decay_cond_type")
+    return get_argument("apply_wd_to_qk_layernorm") is True or old == "apply_wd_to_qk_layernorm"
 
 
 def assign_group_members(

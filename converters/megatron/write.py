@@ -28,6 +28,7 @@ from ckpttool.index.checkpoint import Checkpoint, Leaves, Path, TensorEntry, Val
 from ckpttool.index.draft import Draft, DraftFile, Dropped
 from ckpttool.index.expressions import evaluate
 from ckpttool.index.names import step_count
+from ckpttool.index.optimizers import find_optimizers
 from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
@@ -36,7 +37,7 @@ from ..dcp import write_dcp as _dcp_write
 from ..dcp.object_items import Whole
 from .keys import (
     CHAINED,
-    do_qk_norms_decay,
+    decays_qk_norms,
     from_plain_args,
     has_no_weight_decay,
     name_param_groups,
@@ -218,12 +219,8 @@ def _refuse_other_optimizers(ckpt: Checkpoint) -> None:
     Raises:
         Unsupported: a parameter has a state without Adam's moments, and not that of Megatron-Core's Muon.
     """
-    slots: dict[str, set[str]] = {}
-    for t in ckpt.tensors.values():
-        if t.slot is not None:
-            slots.setdefault(t.parameter, set()).add(t.slot)
     muon = _has_muon(ckpt)
-    for name, found in slots.items():
+    for name, found in (row for state in find_optimizers(ckpt) for row in state.slots.items()):
         if not {"exp_avg", "exp_avg_sq"} <= found and not (muon and "momentum_buffer" in found):
             raise Unsupported(
                 f'The optimizer keeps {", ".join(sorted(found))} for "{name}", and Megatron-Core loads exp_avg and '
@@ -430,11 +427,6 @@ def _derive_arguments(ckpt: Checkpoint, source: Source, options: WriteOptions) -
     }
 
 
-def _list_arguments(ckpt: Checkpoint) -> dict[object, object]:
-    """Return {argument: value} of Megatron-LM's arguments in the state; {} if it has none."""
-    return {v.path[2]: v.data for v in ckpt.values.values() if v.path[:2] == ("extra", "args") and len(v.path) == 3}
-
-
 def _list_param_groups(optimizer: Any) -> list[dict[str, Any]]:
     """Return the param groups in the optimizer's part of common.pt, of all optimizers of a chain."""
     chain = optimizer.values() if all(isinstance(k, int) for k in optimizer) else [optimizer]
@@ -492,7 +484,7 @@ def _build_optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str], 
     members = [list(g.get(("params",), ())) for g in groups]
     if not found or not all("wd_mult" in g or "pre_wd_mult" in g for g in found):
         found, members = _to_megatron_groups(ckpt, found, members, notes)
-    qk_norms_decay = do_qk_norms_decay(_list_arguments(ckpt))
+    qk_norms_decay = decays_qk_norms(lambda name: ckpt.value(f"extra.args.{name}"))
     for g, names in zip(found, members, strict=True):
         odd = [
             n
@@ -521,7 +513,7 @@ def _build_optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str], 
     others: dict[str, Any] = {}  # the scalers of the optimizers behind the first
     if scaler is not None and isinstance(scaler.get(CHAINED), dict):
         others = scaler.pop(CHAINED)
-    half = any(
+    half = muon and any(
         options.cast(n, t.dtype) in ("bfloat16", "float16") for n, t in ckpt.tensors.items() if t.path[0] == "model"
     )
     chain = {}
@@ -584,7 +576,7 @@ def _to_megatron_groups(
                 f"makes its groups by that. {argument('only', ['model'])} leaves the optimizer out.",
                 code="CKPT0316",
             )
-    qk_norms_decay = do_qk_norms_decay(_list_arguments(ckpt))
+    qk_norms_decay = decays_qk_norms(lambda name: ckpt.value(f"extra.args.{name}"))
     decays = {g.get("weight_decay", 0.0) for g in groups} - {0.0}
     odd = next((k for g in alike[1:] for k in {**alike[0], **g} if g.get(k) != alike[0].get(k)), None)
     if odd or len(decays) > 1:

@@ -35,7 +35,7 @@ from ckpttool.index.checkpoint import Checkpoint, Chunks, Leaves, Path, TensorEn
 
 from ...rank_files import compute_crc
 from ..buckets import ALIGNED, Bucket, Segment, build_parameter_entries, slice_flat
-from ..keys import BUCKETS, MASTERS, MODEL_OF_2023, assign_group_members, do_qk_norms_decay, to_plain_args
+from ..keys import BUCKETS, MASTERS, MODEL_OF_2023, assign_group_members, decays_qk_norms, to_plain_args
 from .ranks import OPTIMIZER_FILE, Parameter, RankedSave, RankFile, list_chained_optimizers
 
 __all__ = ["read_raw_optimizer", "resolve_optimizer_names"]
@@ -585,7 +585,7 @@ def _match_states_by_rule(states: list[_State], r: RankFile, ranks: RankedSave) 
     parameters = {f"{p.chunk}.{p.name}": p for p in r.parameters}
     dims = {n: len(p.entry.shape) for n, p in parameters.items()}
     plain = to_plain_args(r.tree.get("args"))
-    decay = isinstance(plain, dict) and do_qk_norms_decay(plain)
+    decay = isinstance(plain, dict) and decays_qk_norms(plain.get)
     members = assign_group_members(groups, dims, qk_norms_decay=decay)
     out: list[Parameter] = []
     for i in groups:
