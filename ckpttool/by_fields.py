@@ -1,9 +1,9 @@
-"""One `__eq__`, `__hash__` and `__repr__` for frozen dataclasses that every command imports."""
+"""One `__eq__`, `__hash__` and `__repr__` for all dataclasses that every command imports."""
 
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -12,17 +12,20 @@ __all__ = ["ByFields"]
 
 
 class ByFields:
-    """Base of frozen dataclasses that are compared, hashed and shown by their fields, as `eq=True` and `repr=True` do.
+    """Base of dataclasses with `eq=False, repr=False`, which are compared, hashed and shown by their fields, as those
+    that dataclass makes the methods for; instances that are not frozen cannot be hashed.
 
-    dataclass compiles both methods for each class when it is defined; a command starts sooner with one for all.
+    dataclass compiles these methods for each class when it is defined; a command starts sooner with one of each.
     """
 
     def __eq__(self, other: object) -> bool:
-        return (
-            _list_compared_values(self) == _list_compared_values(other) if type(other) is type(self) else NotImplemented
-        )
+        if type(other) is not type(self):
+            return NotImplemented
+        return _list_compared_values(self) == _list_compared_values(other)
 
     def __hash__(self) -> int:
+        if not cast(Any, self).__dataclass_params__.frozen:
+            raise TypeError(f"unhashable type: '{type(self).__name__}'")
         return hash(tuple(_list_compared_values(self)))
 
     def __repr__(self) -> str:
