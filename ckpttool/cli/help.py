@@ -16,7 +16,18 @@ from typer.core import TyperCommand, TyperGroup
 
 from ..errors import EXIT_CODES
 
-__all__ = ["GROUPS", "READING", "WRITING", "About", "App", "Command", "about", "get_about", "keep_called_command"]
+__all__ = [
+    "GROUPS",
+    "HELP_FLAGS",
+    "READING",
+    "WRITING",
+    "About",
+    "App",
+    "Command",
+    "about",
+    "get_about",
+    "keep_called_command",
+]
 
 #: Exit codes of every command that reads a checkpoint.
 READING = (0, 1, 2, 3, 4, 7, 8, 9, 14, 130)
@@ -33,8 +44,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
 #: Prefix of the titles of panels with layout options, which come last.
 WRITING = "Writing "
 
-#: What asks for the list of commands.
-_HELP_FLAGS = ("--help", "-h")
+#: What asks for help.
+HELP_FLAGS = ("-h", "--help")
 
 _WIDTH = 110  # of help, where the terminal is wider
 
@@ -186,7 +197,7 @@ def keep_called_command(app: typer.Typer, arguments: Sequence[str]) -> typer.Typ
     if not arguments:  # the shell asks so for completions
         return app
     word, out = arguments[0], copy(app)
-    if word in _HELP_FLAGS:
+    if word in HELP_FLAGS:
         return _drop_options(app)
     out.registered_commands = [c for c in app.registered_commands if _get_command_name(c) == word]
     out.registered_groups = [

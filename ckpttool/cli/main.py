@@ -32,7 +32,7 @@ from ..errors import (
     name_flags,
     note_change,
 )
-from .help import App, Command, about, keep_called_command
+from .help import HELP_FLAGS, App, Command, about, keep_called_command
 from .layout_options import HfCommand, LayoutCommand
 from .terminal import OutputLost, note, open_streams, print_json, refuse_empty_arguments, say
 
@@ -80,7 +80,7 @@ def build_app(word: str | None = None) -> App:
         help="Move PyTorch training checkpoints between layouts and world sizes, bit for bit, in constant memory.\n\n"
         "Paths may be URLs (s3://, gs://, az://, hf://, https://). Every command has --json, and -h shows examples.",
         no_args_is_help=True,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={"help_option_names": list(HELP_FLAGS)},
     )
     built.callback()(_root)
     for name in [word] if word in _COMMANDS else _COMMANDS:

@@ -81,10 +81,10 @@ def stream_from_child(
         Unsafe: it exceeded its limits.
         Corrupt: it failed otherwise.
     """
-    seconds = 20 + work_bytes // (2 << 20)
-    memory = (1 << 30) + 24 * work_bytes if work_bytes else 0
     from tempfile import TemporaryFile  # inspect starts sooner without
 
+    seconds = 20 + work_bytes // (2 << 20)
+    memory = (1 << 30) + 24 * work_bytes if work_bytes else 0
     with TemporaryFile() as stderr:
         child = subprocess.Popen(
             [sys.executable, "-P", "-c", _CODE, function, argument, str(seconds), str(memory)],
