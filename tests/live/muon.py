@@ -10,7 +10,6 @@ what it keeps for a parameter (momentum_buffer), and an update in torch. What is
 """
 
 import json
-import multiprocessing
 import os
 import sys
 from functools import partial
@@ -67,24 +66,6 @@ def with_muon(layer_wise: bool) -> None:
     )
 
 
-def save(case: dict[str, Any]) -> None:
-    """Train three steps, and save."""
-    import torch.distributed as dist
-    from megatron.core import dist_checkpointing
-    from safetensors.torch import save_file
-
-    job = jobs.Job(**case["how"])
-    for k in range(jobs.STEPS):
-        job.step(k)
-    if dist.get_rank() == 0:
-        Path(case["folder"]).mkdir(parents=True)
-    dist.barrier()
-    dist_checkpointing.save({**job.common(), **job.state()}, case["folder"], content_metadata=job.metadata)
-    found = jobs.truth(job)
-    if dist.get_rank() == 0:
-        save_file({k: t.contiguous() for k, t in found.items()}, case["truth"])
-
-
 if __name__ == "__main__":
     path = Path(sys.argv[1])
     cases = json.loads(path.read_text())
@@ -94,10 +75,7 @@ if __name__ == "__main__":
         if "checkpoint" in case:
             megatron_resume.resume(case)
         else:
-            save(case)
+            jobs.train_and_save(case)
     if int(os.environ["RANK"]) == 0:
         path.write_text(json.dumps(cases))
-    for child in multiprocessing.active_children():  # that Megatron-Core's writers leave behind
-        child.kill()
-    sys.stdout.flush()
-    os._exit(0)
+    jobs.leave()

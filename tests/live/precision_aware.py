@@ -9,8 +9,6 @@ form, is Megatron-Core's own code.
 """
 
 import json
-import multiprocessing
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -124,28 +122,13 @@ def save(case: dict[str, Any]) -> None:
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.models.gpt.gpt_model
     import megatron.core.optimizer  # noqa: F401  before TransformerEngine seems to be there
-    import torch.distributed as dist
-    from megatron.core import dist_checkpointing
-    from safetensors.torch import save_file
 
     sys.modules.pop("transformer_engine", None)
     with_fused_adam(**case["optimizer"])
-    job = jobs.Job(**case["how"])
-    for k in range(jobs.STEPS):
-        job.step(k)
-    if dist.get_rank() == 0:
-        Path(case["folder"]).mkdir(parents=True)
-    dist.barrier()
-    dist_checkpointing.save({**job.common(), **job.state()}, case["folder"], content_metadata=job.metadata)
-    found = jobs.truth(job)
-    if dist.get_rank() == 0:
-        save_file({k: t.contiguous() for k, t in found.items()}, case["truth"])
+    jobs.train_and_save(case)
 
 
 if __name__ == "__main__":
     for each in json.loads(Path(sys.argv[1]).read_text()):
         save(each)
-    for child in multiprocessing.active_children():  # that Megatron-Core's writers leave behind
-        child.kill()
-    sys.stdout.flush()
-    os._exit(0)
+    jobs.leave()
