@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tarfile
 import tempfile
@@ -137,6 +138,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     collection would scan them again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Show what a child process that failed wrote to stderr; CalledProcessError says only its arguments and status."""
+    report: Any = yield
+    failed = call.excinfo.value if call.excinfo else None
+    if isinstance(failed, subprocess.CalledProcessError) and failed.stderr:
+        said = failed.stderr if isinstance(failed.stderr, str) else failed.stderr.decode(errors="replace")
+        report.sections.append(("stderr of the child process", said[-10_000:]))
+    return report
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -28,6 +28,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from fixtures.jobs import leave
 from fixtures.megatron import jobs
 
 jobs.on_cpu()
@@ -260,5 +261,4 @@ if __name__ == "__main__":
         save(each) if "how" in each else save_or_load_standalone(each)
     if int(os.environ["RANK"]) == 0:
         Path(sys.argv[1]).write_text(json.dumps(cases))
-    sys.stdout.flush()
-    os._exit(0)
+    leave()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from fixtures.jobs import leave
 from fixtures.megatron import jobs
 
 
@@ -87,5 +88,4 @@ if __name__ == "__main__":
         resume(case)
     if int(os.environ["RANK"]) == 0:
         path.write_text(json.dumps(cases))
-    sys.stdout.flush()
-    os._exit(0)
+    leave()

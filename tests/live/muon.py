@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from fixtures.jobs import leave
 from fixtures.megatron import jobs
 from tests.live import megatron_resume
 
@@ -78,4 +79,4 @@ if __name__ == "__main__":
             jobs.train_and_save(case)
     if int(os.environ["RANK"]) == 0:
         path.write_text(json.dumps(cases))
-    jobs.leave()
+    leave()

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from fixtures.jobs import leave
 from fixtures.megatron import jobs
 
 jobs.on_cpu()
@@ -131,4 +132,4 @@ def save(case: dict[str, Any]) -> None:
 if __name__ == "__main__":
     for each in json.loads(Path(sys.argv[1]).read_text()):
         save(each)
-    jobs.leave()
+    leave()

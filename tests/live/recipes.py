@@ -176,6 +176,7 @@ def main() -> None:
         losses = globals()[name]()
         if dist.get_rank() == 0:
             Path("losses.json").write_text(json.dumps(losses))
+    jobs.leave()
 
 
 if __name__ == "__main__":

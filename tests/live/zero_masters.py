@@ -51,3 +51,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    jobs.leave()
