@@ -20,7 +20,7 @@ from ..printable import Shown, count_noun
 from ..storage import urls
 from ..storage.buffers import IOBudget
 from .conservation import find_value_differences
-from .copy.averages import Averages, describe_negative_averages, find_nonnegative_state
+from .copy.averages import EXPONENT, Averages, describe_negative_averages, find_nonnegative_state
 from .copy.stream import Block, Reader, StreamJob
 from .copy.tensor_digests import digest_arrays_in_values, reporting, tensor_digests
 from .copy.value_digests import digest_values_without_arrays, state_roots
@@ -98,9 +98,10 @@ class VerifyResult(Shown):
     """What `verify` found; sizes in bytes. What was not asked for is None.
 
     `crc32_covered_bytes` are those that CRC32s in the files themselves cover. `recorded` is "equal", "damaged" (the
-    record cannot be read) or "other files" (it is about others); `numbers` "ok" or "contradict": masters and weights,
-    averages of squares; `against` {"path", "components", "verdict"}. `salvage` {"exact": how many tensors, "rebuilt":
-    {name: how}, "missing": {name: why}} of a copy of what was left of a damaged checkpoint.
+    record cannot be read) or "other files" (it is about others). `numbers` is "ok" or "contradict", and `compared`
+    counts the {"masters", "averages"} that were compared with their weights and with 0; both None if there are neither.
+    `against` is {"path", "components", "verdict"}, and `salvage` {"exact": how many tensors, "rebuilt": {name: how},
+    "missing": {name: why}} of a copy of what was left of a damaged checkpoint.
     """
 
     path: str
@@ -114,6 +115,7 @@ class VerifyResult(Shown):
     digest: dict[str, str] | None = None
     recorded: str | None = None
     numbers: str | None = None
+    compared: dict[str, int] | None = None
     notes: list[str] = field(default_factory=list)
     against: dict[str, Any] | None = None
     salvage: dict[str, Any] | None = None
@@ -141,8 +143,11 @@ class VerifyResult(Shown):
             yield f"data ok: every byte read{more}"
             if self.recorded == "equal":
                 yield "equal to the digests that were recorded when it was written"
-            if self.numbers == "ok":
-                yield "numbers ok: masters are those of the weights, and no average of squares is below 0"
+            if self.numbers == "ok" and self.compared:
+                of_weights, of_squares = self.compared["masters"], self.compared["averages"]
+                pairs = [f"{count_noun(of_weights, 'master')} with the weights"] if of_weights else []
+                pairs += [f"{count_noun(of_squares, 'average')} of squares with 0"] if of_squares else []
+                yield f"numbers ok: compared {' and '.join(pairs)}"
             for component, root in (self.digest or {}).items():
                 yield f"digest {component:10s} blake3:{root}"
         if self.against is not None:
@@ -360,6 +365,11 @@ def _verify_numbers(opened: OpenCheckpoint, averages: Averages, progress: Progre
         Corrupt: the numbers contradict each other, and `allow_mixed_steps` is not set.
     """
     ckpt = opened.checkpoint
+    of_squares = sum(ckpt.tensors[n].dtype in EXPONENT for n in averages.names)
+    out.compared = {"masters": len(masters.find_master_pairs(ckpt)), "averages": of_squares}
+    if not any(out.compared.values()):
+        out.compared = None
+        return
     texts = []
     if averages.found:
         name, (_, first) = next(iter(averages.found.items()))

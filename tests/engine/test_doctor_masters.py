@@ -174,7 +174,9 @@ def test_a_conversion_looks_at_a_sample_and_verify_at_all(shape: tuple[int, ...]
         return weight
 
     saved(0, 0)
-    assert ckpttool.verify(path, read_data=True).numbers == "ok"
+    found = ckpttool.verify(path, read_data=True)
+    assert (found.numbers, found.compared) == ("ok", {"masters": 1, "averages": 0})
+    assert "numbers ok: compared 1 master with the weights" in found.lines()
     saved(0, master.numel())
     with pytest.raises(Corrupt, match=r"that were looked at, the first at \[0"):
         ckpttool.convert(path, tmp_path / "out.pt")
@@ -192,6 +194,8 @@ def test_verify_reads_what_the_sample_does_not(tmp_path: Path) -> None:
     tree = {"model": {"w": weight}, "extra": {"master": {"w": master}}}
     torch.save(tree, path)
     assert ckpttool.verify(path).numbers is None
+    weights = ckpttool.verify(path, read_data=True, only=["model"])
+    assert weights.numbers is weights.compared is None and not any("numbers" in line for line in weights.lines())
     for how in ({}, {"workers": 2}):
         with pytest.raises(Corrupt, match=r"1 of 500,000 elements, the first at \[17, 23\]"):
             ckpttool.verify(path, read_data=True, **how)
