@@ -181,19 +181,27 @@ def _make_rng_files(
     return [SmallFile(pattern.format(rank), strip_paths(found, 2, keys)) for rank, found in ranks.items()]
 
 
-def note_missing_rng(files: Sequence[SmallFile], world: int) -> list[str]:
-    """Return one note if the source lacks the RNG state of some ranks; otherwise an empty list.
+def note_missing_rng(ckpt: Checkpoint, files: Sequence[SmallFile], world: int) -> list[str]:
+    """Return one note if ranks of the new job get no RNG state; otherwise an empty list.
 
     Args:
+        ckpt: what is written; other programs name their states differently, as Megatron's rng.shard_0.0_0.
         files: the files with RNG states that are written, one per rank that has one.
         world: ranks of the new job.
     """
-    if len(files) in (0, world):
-        return [] if files else ["the source has no RNG state: ranks keep the seeds that the script sets"]
-    return [
-        f"the source has the RNG states of {len(files)} of {world} ranks; the others keep the seeds that the script "
-        "sets"
-    ]
+    if len(files) == world:
+        return []
+    if files:
+        return [
+            f"the source has the RNG states of {len(files)} of {world} ranks; the others keep the seeds that the "
+            "script sets"
+        ]
+    if other := next((joined(p) for p in _select_leaves(ckpt, "rng")), None):
+        return [
+            f"the source's RNG states are not those that this trainer loads ({other}): ranks keep the seeds that the "
+            "script sets"
+        ]
+    return ["the source has no RNG state: ranks keep the seeds that the script sets"]
 
 
 def _draft_directory(
@@ -279,7 +287,7 @@ def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) ->
     keys = {ours: theirs for theirs, ours in RNG_KEYS.items()}
     rng = _make_rng_files(ckpt, world, "random_states_{}.pkl", keys, placed)
     return _draft_directory(
-        "accelerate", ckpt, source, options, [*small, *rng], placed, world, note_missing_rng(rng, world)
+        "accelerate", ckpt, source, options, [*small, *rng], placed, world, note_missing_rng(ckpt, rng, world)
     )
 
 
@@ -332,7 +340,7 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         [*small, *rng, SmallFile("trainer_state.json", counters)],
         placed,
         world,
-        notes + note_missing_rng(rng, world),
+        notes + note_missing_rng(ckpt, rng, world),
         made,
     )
     out.dropped += lost
@@ -364,7 +372,7 @@ def write_llamafactory(ckpt: Checkpoint, source: Source, options: WriteOptions) 
         small.append(SmallFile("scheduler.pt", strip_paths(scheduler, 1)))
     keys = {"cpu": "torch", "cuda": "accelerator"}
     rng = _make_rng_files(ckpt, world, "rng_state/rank_{}.pt", keys, placed, frozenset(("python", "numpy", "cpu")))
-    notes = note_missing_rng(rng, world)
+    notes = note_missing_rng(ckpt, rng, world)
     loaders = _make_loader_files(ckpt, world, placed)
     if not loaders:
         notes.append(f"no data loader of {world} ranks is in the source: the job begins the epoch again")

@@ -127,7 +127,7 @@ def _make_extra_state_files(ckpt: Checkpoint, world: int, placed: set[Path]) -> 
         rng: dict[Path, object] = {("rng", "random" if p[2] == "python" else p[2]): x for p, x in own.items()}
         files.append(SmallFile(name, {**saved, **rng}))
         with_rng += files[-1:] if own else []
-    return files, note_missing_rng(with_rng, world)
+    return files, note_missing_rng(ckpt, with_rng, world)
 
 
 def _draft_rank_files(ckpt: Checkpoint, source: Source, options: WriteOptions, world: int) -> Draft:

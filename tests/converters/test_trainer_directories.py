@@ -836,3 +836,22 @@ def test_a_schedule_that_no_scheduler_of_torch_would_go_on_with_is_said(
     done = ckpttool.convert(tmp_path / "a.pt", tmp_path / "out", to=to, world_size=2, drop=True)
     said = [n for n in done.notes if "has no last_epoch" in n]
     assert len(said) == (not goes_on), done.notes
+
+
+@pytest.mark.parametrize("to", ["accelerate", "trainer", "llamafactory", "verl"])
+def test_rng_states_that_a_trainer_does_not_load_are_not_called_missing(to: str, tmp_path: Path) -> None:
+    tree = {
+        "model": {"w": torch.ones(4, 3)},
+        "optim": {"state": {"w": {"exp_avg": torch.ones(4, 3)}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]},
+        "trainer": {"global_step": 3},
+    }
+    if to == "verl":
+        del tree["optim"]  # its numbers would need a config
+    torch.save(tree, tmp_path / "none.pt")
+    torch.save({**tree, "rng": {"shard_0.0_0": {"cpu": torch.get_rng_state()}}}, tmp_path / "megatron.pt")
+    said = {
+        name: "; ".join(ckpttool.convert(tmp_path / f"{name}.pt", tmp_path / f"{name}-{to}", to=to, world_size=2).notes)
+        for name in ("none", "megatron")
+    }
+    assert "the source has no RNG state" in said["none"]
+    assert "RNG states are not those that this trainer loads (rng.shard_0.0_0.cpu)" in said["megatron"], said
