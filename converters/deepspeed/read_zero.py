@@ -130,6 +130,7 @@ def _load_optimizer_files(
                 code="CKPT0417",
             )
         out.append(_Optim(f, whole, masters, state, groups))
+        scaler = ds.read_loss_scaler(out[0].whole)
         if not ds.are_values_equal(out[0].groups, groups) or _list_slot_names(out[0].state) != _list_slot_names(state):
             what = (
                 "param_groups"
@@ -139,7 +140,11 @@ def _load_optimizer_files(
             raise Corrupt(
                 f"{f.what}: {what} differ from rank 0's. The files are from different saves.", code="CKPT0409"
             )
-    reading.rest.update(ds.read_loss_scaler(out[0].whole))
+        if not ds.are_values_equal(scaler, ds.read_loss_scaler(whole)):  # ranks agree on every overflow
+            raise Corrupt(
+                f"{f.what}: the loss scaler differs from rank 0's. The files are from different saves.", code="CKPT0409"
+            )
+    reading.rest.update(scaler)
     return out
 
 

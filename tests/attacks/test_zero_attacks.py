@@ -196,6 +196,7 @@ MIXED: dict[str, Case] = {
     "a slot that rank 1 lacks": Case(optim(without(*STATE, 0, "exp_avg"), 1), Corrupt, OTHER),
     "a slot that rank 0 lacks": Case(optim(without(*STATE, 0, "exp_avg"), 0), Corrupt, OTHER),
     "a slot that rank 1 has alone": Case(optim(put(*STATE, 0, "max_exp_avg_sq", torch.ones(8)), 1), Corrupt, OTHER),
+    "a loss scale of rank 1": Case(optim(lambda t: t.update(loss_scaler=LossScaler(cur_scale=8.0, dynamic=False)), 1), Corrupt, OTHER),
     "state that rank 1 lacks": Case(optim(without(*STATE, 0), 1), Corrupt, OTHER),
     "paddings that differ": Case(optim2(put("param_alignment_paddings", [[4], [0]]), 1), Corrupt, "param_alignment_paddings"),
     "dp_world_size 0": Case(model(put("dp_world_size", 0)), Corrupt, "dp_world_size is 0"),
