@@ -28,6 +28,9 @@ def ckpttool_here(*words: object) -> subprocess.CompletedProcess[str]:
         warnings.simplefilter("ignore")
         patch.setattr(sys, "argv", args)
         patch.setattr(sys.modules["__main__"], "__package__", None)  # click's name of the program is argv[0] then
+        patch.setattr(
+            "ckpttool.watching.gentle.lower_priority", list
+        )  # the process of the tests could not take it back
         patch.setattr(sys, "stdout", streams[0])
         patch.setattr(sys, "stderr", streams[1])
         try:
