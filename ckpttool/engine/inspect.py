@@ -549,14 +549,39 @@ def fold_tensors(ckpt: Checkpoint) -> list[dict[str, object]]:
 
 def draw_summary(s: Summary) -> RenderableType:
     """Draw a summary as rich prints it: headline, table of components, optimizer, notes."""
-    from rich import box
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    head = Text()
-    head.append(f"{s.layout}", style="bold cyan")
-    head.append(" checkpoint", style="bold")
+    parts: list[RenderableType] = [_draw_headline(s)]
+    if s.adapter:
+        parts.append(_draw_adapter(s.adapter))
+    if s.encoding:
+        parts += _draw_encoding(s.encoding)
+    parts.append(_draw_components(s))
+    if s.optimizer:
+        parts += _draw_optimizer(s.optimizer)
+    for w in s.weights:
+        many = "" if w["tensors"] is None else f"{w['tensors']:,} tensors, "
+        size = "" if w["bytes"] is None else f"{human(w['bytes'])}, "
+        text = printable(f"{w['key']}: {many}{size}{w['what']}; exported by {w['option']}")
+        parts.append(Text.assemble(("weights ", "bold"), text))
+    for text in s.missing:
+        parts.append(Text.assemble(("-", "yellow"), " ", printable(text)))
+    for text in s.notes:
+        parts.append(Text.assemble(("note", "blue"), " ", printable(text)))
+    parts.append(Text.assemble(("next", "green"), " ", printable(s.next)))
+    if s.memory is not None:
+        from .memory import draw_memory
+
+        parts += draw_memory(s.memory)
+    return Group(*parts)
+
+
+def _draw_headline(s: Summary) -> RenderableType:
+    """Draw the layout, who saved it at which step on how many ranks, and its sizes."""
+    from rich.text import Text
+
+    head = Text.assemble((s.layout, "bold cyan"), (" checkpoint", "bold"))
     facts = [
         s.trainer,
         None if s.step is None else f"step {s.step:,}",
@@ -568,32 +593,45 @@ def draw_summary(s: Summary) -> RenderableType:
     head.append(f" · {count_noun(s.tensors, 'tensor')}, {human(s.bytes)}")
     there = "in the store" if urls.is_url(s.path) else "on disk"
     head.append(f" · {count_noun(s.files, 'file')}, {human(s.file_bytes)} {there}")
-    parts: list[RenderableType] = [head]
-    if s.adapter:
-        a = s.adapter
-        line = Text("adapter only: " if a["only"] else "base model and adapter: ", style="bold")
-        line.append(
-            f"r={', '.join(map(str, a['ranks']))}, {count_noun(a['modules'], 'module')}",
-            style="default",
-        )
-        if len(a["names"]) > 1:
-            line.append(printable(f", called {', '.join(a['names'])}"), style="default")
-        line.append(printable(f", base model {a['base_model']}") if a["base_model"] else "", style="default")
-        parts.append(line)
-    if s.encoding:
-        e = s.encoding
-        if e["weights"]:
-            parts.append(
-                Text.assemble(
-                    ("encoded ", "bold"), printable(encodings.describe_schemes(e["weights"], e["of"], e["schemes"]))
-                )
-            )
-        if e["encoded_parameters"]:
-            every, coded = (_format_count(e[k]) for k in ("parameters", "encoded_parameters"))
-            bits = f"{e['bits_per_parameter']:.2f} bits each; {coded} of them codes of"
-            bits += f" {e['encoded_bits_per_parameter']:.2f} bits, scales included"
-            parts.append(Text.assemble(("parameters ", "bold"), f"{every}, {bits}"))
-        parts += [Text.assemble(("-", "yellow"), " ", printable(text)) for text in e["faults"]]
+    return head
+
+
+def _draw_adapter(adapter: dict[str, Any]) -> RenderableType:
+    """Draw the line about a LoRA adapter, given `Summary.adapter`."""
+    from rich.text import Text
+
+    ranks = ", ".join(map(str, adapter["ranks"]))
+    facts = [f"r={ranks}, {count_noun(adapter['modules'], 'module')}"]
+    if len(adapter["names"]) > 1:
+        facts.append(f"called {', '.join(adapter['names'])}")
+    if adapter["base_model"]:
+        facts.append(f"base model {adapter['base_model']}")
+    title = "adapter only: " if adapter["only"] else "base model and adapter: "
+    return Text.assemble((title, "bold"), printable(", ".join(facts)))
+
+
+def _draw_encoding(encoding: dict[str, Any]) -> Iterator[RenderableType]:
+    """Draw the lines about quantised weights, given `Summary.encoding`: how, how many parameters, what is wrong."""
+    from rich.text import Text
+
+    if encoding["weights"]:
+        schemes = encodings.describe_schemes(encoding["weights"], encoding["of"], encoding["schemes"])
+        yield Text.assemble(("encoded ", "bold"), printable(schemes))
+    if encoding["encoded_parameters"]:
+        every, coded = (_format_count(encoding[k]) for k in ("parameters", "encoded_parameters"))
+        bits = f"{encoding['bits_per_parameter']:.2f} bits each; {coded} of them codes of"
+        bits += f" {encoding['encoded_bits_per_parameter']:.2f} bits, scales included"
+        yield Text.assemble(("parameters ", "bold"), f"{every}, {bits}")
+    for text in encoding["faults"]:
+        yield Text.assemble(("-", "yellow"), " ", printable(text))
+
+
+def _draw_components(s: Summary) -> RenderableType:
+    """Draw the table of components: their tensors, bytes and dtypes, with a bar for their part of all bytes."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for title, right in (("", False), ("tensors", True), ("elements", True), ("bytes", True), ("dtypes", False)):
         table.add_column(title, justify="right" if right else "left")
@@ -610,25 +648,7 @@ def draw_summary(s: Summary) -> RenderableType:
             dtypes or count_noun(c["values"], "value"),
             f"[cyan]{bar}[/]",
         )
-    parts.append(table)
-    if s.optimizer:
-        parts += _draw_optimizer(s.optimizer)
-    for w in s.weights:
-        line = Text("weights ", style="bold")
-        many = "" if w["tensors"] is None else f"{w['tensors']:,} tensors, "
-        size = "" if w["bytes"] is None else f"{human(w['bytes'])}, "
-        line.append(printable(f"{w['key']}: {many}{size}{w['what']}; exported by {w['option']}"), style="default")
-        parts.append(line)
-    for text in s.missing:
-        parts.append(Text.assemble(("-", "yellow"), " ", printable(text)))
-    for text in s.notes:
-        parts.append(Text.assemble(("note", "blue"), " ", printable(text)))
-    parts.append(Text.assemble(("next", "green"), " ", printable(s.next)))
-    if s.memory is not None:
-        from .memory import draw_memory
-
-        parts += draw_memory(s.memory)
-    return Group(*parts)
+    return table
 
 
 def _draw_optimizer(optimizer: dict[str, Any]) -> Iterator[RenderableType]:
