@@ -323,6 +323,42 @@ class LiveJob:
             if e.slot is not None:
                 state.setdefault(e.parameter, {})[joined(e.path[3:])] = n
         groups = self._read_groups()
+
+        # nothing of the job is changed before all its groups fit
+        plans, problems = self._choose_groups(names, state, groups)
+        if problems:
+            return problems
+
+        # state is created with the checkpoint's options, which say which slots there are, as amsgrad does
+        self._undo.append(job_optimizers.make_options_restorer([g for g, _ in plans]))
+        chosen = [(g, groups[i]) for g, i in plans if i is not None]
+        problems = self._prepare_slots(state, chosen)
+        # after the step that creates state, which counts in the param groups of some optimizers
+        self._options = [] if problems else [(g, job_optimizers.set_options(g, stored)) for g, stored in chosen]
+        self._note_own_options(names, groups, plans)
+        return problems
+
+    def _choose_groups(
+        self,
+        names: Mapping[int, list[str]],
+        state: Mapping[str, object],
+        groups: Mapping[int, ParamGroup],
+    ) -> tuple[list[tuple[ParamGroup, int | None]], list[str]]:
+        """Find the checkpoint's param group for each of the job's, by their parameters, and list the parameters that
+        have state in `_trained`.
+
+        Args:
+            names: {id of a live parameter: its FQNs}.
+            state: {FQN: its state in the checkpoint}.
+            groups: {number of a param group in the checkpoint: its options and "params"}.
+
+        Returns:
+            [(live param group, number of the checkpoint's; None if it has none of these parameters)], and a sentence
+            for each difference.
+
+        Raises:
+            UsageError: an optimizer has a parameter that the model does not have.
+        """
         member = {fqn: i for i, g in groups.items() for fqn in g.get("params") or ()}
         problems: list[str] = []
         without: list[str] = []
@@ -361,21 +397,20 @@ class LiveJob:
             problems.append(
                 f"the job's optimizer trains {_list_names(without)}, which no param group of the checkpoint lists."
             )
-        surplus = [f for f in state if f not in used]
-        if surplus:
+        if surplus := [f for f in state if f not in used]:
             self.notes.append(
                 f"the checkpoint has an optimizer's state of {_list_names(surplus)}, which the job's optimizer does "
-                "not "
-                "train; it was not loaded"
+                "not train; it was not loaded"
             )
-        if problems:
-            return problems
-        every = [g for g, _ in plans]
-        self._undo.append(job_optimizers.make_options_restorer(every))
-        chosen = [(g, groups[i]) for g, i in plans if i is not None]
-        problems = self._prepare_slots(state, chosen)
-        # after the step that creates state, which counts in the param groups of some optimizers
-        self._options = [] if problems else [(g, job_optimizers.set_options(g, stored)) for g, stored in chosen]
+        return plans, problems
+
+    def _note_own_options(
+        self,
+        names: Mapping[int, list[str]],
+        groups: Mapping[int, ParamGroup],
+        plans: Sequence[tuple[ParamGroup, int | None]],
+    ) -> None:
+        """Add a note for each param group of the job that keeps its own options; arguments as in `_choose_groups`."""
         for k, (group, i) in enumerate(plans):
             if i is None and group["params"]:
                 self.notes.append(
@@ -387,10 +422,8 @@ class LiveJob:
             ):
                 self.notes.append(
                     f"param group {i} of the checkpoint has no {_list_names(own)}; those of param group {k} are the "
-                    "job's "
-                    "own"
+                    "job's own"
                 )
-        return problems
 
     def _read_groups(self) -> dict[int, ParamGroup]:
         """Read the checkpoint's param groups: {number of a group: {option: value}}."""
