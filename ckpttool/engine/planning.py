@@ -864,13 +864,13 @@ def _refuse_dtype_for_codes(dtype: str | None, found: Encodings) -> None:
     if dtype in (None, "keep") or not found:
         return
     what = [f.text for f in found.faults]
+    plain = f"; {argument('dequantize', ['*'])} makes weights in {dtype} of them" if found.weights else ""
     if found.weights:
         codes, first = next(iter(found.weights.items()))
         what.insert(0, f'{found.summary()}; first "{codes}" with "{first.scale}"')
     raise Unsupported(
         f"{argument('dtype', dtype)}: {'; '.join(what)}. A cast would round codes and scales and multiply nothing, and "
-        f"make a model of other weights. Without {argument('dtype')}, codes and scales are copied bit for bit; "
-        f"{argument('dequantize', ['*'])} makes weights in {dtype} of them. "
+        f"make a model of other weights. Without {argument('dtype')}, codes and scales are copied bit for bit{plain}. "
         f"{argument('cast')} changes tensors that are no codes.",
         code="CKPT0318",
     )

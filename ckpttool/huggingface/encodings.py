@@ -66,6 +66,8 @@ _FLOAT8 = frozenset(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_
 _EXPONENTS = frozenset(("uint8", "float8_e8m0fnu"))
 _TWO_IN_A_BYTE = frozenset(("uint8", "int8", "float4_e2m1fn_x2"))
 _CODES = _FLOAT8 | _TWO_IN_A_BYTE
+#: Dtypes that the codes of other programs have besides: int64 is of counters and positions.
+_OTHER_CODES = _CODES | {"int16", "uint16", "int32", "uint32"}
 
 
 class _Pair(NamedTuple):
@@ -323,8 +325,12 @@ def find_in_tensors(tensors: Mapping[str, TensorEntry], config: Config | None = 
         belongs |= {n: n for n in tensors if n.rpartition(".")[2] in _OF_CACHE and n not in belongs}
     # what should belong to a pair and does not
     lonely: dict[tuple[str, bool], list[str]] = {}
-    for name, t in tensors.items():
-        if name not in belongs and name not in unfit and (what := _describe_incomplete(name, t, tensors, quantised)):
+    left = {n: t for n, t in tensors.items() if n not in belongs and n not in unfit}
+    unknown = dict.fromkeys(() if method is None else _list_unknown_codes(left))
+    if unknown:
+        lonely[f"codes and scales in a scheme of {method} that ckpttool does not know", False] = [*unknown]
+    for name, t in left.items():
+        if name not in unknown and (what := _describe_incomplete(name, t, tensors, quantised)):
             lonely.setdefault(what, []).append(name)
     faults = [
         Fault(tuple(names), f'{_describe_tensor_count(names)} {text}, first "{names[0]}"', sure)
@@ -621,6 +627,23 @@ def _count_codes_per_scale(n: int, scales: int) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------- faults
+
+
+def _list_unknown_codes(tensors: Mapping[str, TensorEntry]) -> list[str]:
+    """List the tensors, but no bias, of modules with a matrix of codes and numbers for it that are neither weight nor
+    bias, as AQLM and HQQ have them. `tensors` are those of a model that its config calls quantised, without the
+    encodings that are known."""
+    modules: dict[str, list[str]] = {}
+    for name in tensors:
+        modules.setdefault(name.rpartition(".")[0], []).append(name)
+    return [
+        name
+        for names in modules.values()
+        if any(tensors[n].dtype in _OTHER_CODES and len(tensors[n].shape) > 1 for n in names)
+        and any(tensors[n].dtype in FLOATING and n.rpartition(".")[2] not in ("weight", "bias") for n in names)
+        for name in names
+        if not name.endswith(".bias")
+    ]
 
 
 def _describe_incomplete(

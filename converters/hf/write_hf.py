@@ -116,7 +116,7 @@ def _find_config_files(
     ckpt: Checkpoint, source: Source, options: WriteOptions, notes: list[str]
 ) -> tuple[dict[str, object] | None, dict[str, bytes]]:
     """Return (config.json or None, {name: bytes} of files to copy) of the model, adapted to what is written:
-    dequantised, quantised, of another vocabulary size, or untied.
+    dequantised or plain, quantised, of another vocabulary size, or untied.
 
     After a merge they are as PEFT leaves them: without adapter_config.json, at which from_pretrained would look for the
     adapter again.
@@ -133,7 +133,7 @@ def _find_config_files(
         ]
         config, files = None, {}
     notes += said
-    if ckpt.dequantized and config is not None:
+    if config is not None and (ckpt.dequantized or (ckpt.quantized is None and _is_declared_in_vain(ckpt, config))):
         config, files = _without_quantization(ckpt, config, files, notes)
     if options.vocab_size is not None and config is not None:
         config, files = _with_config_value(config, files, "vocab_size", options.vocab_size)
@@ -146,10 +146,18 @@ def _find_config_files(
     return _untie_config(config, files) if options.of(HfOptions).untie else (config, files)
 
 
+def _is_declared_in_vain(ckpt: Checkpoint, config: dict[str, Any]) -> bool:
+    """Return whether a config says that weights are codes, and none is: it is that of the quantised model from which a
+    job started, and loaders would take the weights for codes."""
+    stating = replace(ckpt, config=config)
+    found = encodings.find_in_checkpoint(ckpt, encodings.read_quantization_config(stating, None))
+    return found.contradicted and not find_composites(ckpt)
+
+
 def _without_quantization(
     ckpt: Checkpoint, config: dict[str, Any], files: dict[str, bytes], notes: list[str]
 ) -> tuple[dict[str, object], dict[str, bytes]]:
-    """Return (config, {name: bytes} of files to copy) in which no dequantised weight is declared quantised. `notes`
+    """Return (config, {name: bytes} of files to copy) in which no plain weight is declared quantised. `notes`
     gets what was removed or listed.
 
     Raises:
@@ -162,7 +170,8 @@ def _without_quantization(
         gone = [n for n in sorted(encodings.OWN_CONFIGS) if files.pop(n, None) is not None]
         gone += [f"{key} of config.json" for key in _QUANTIZATION if key in config]
         if gone:
-            notes.append(f"left out, since no weight is codes any more: {', '.join(gone)}")
+            more = " any more" if ckpt.dequantized else ""
+            notes.append(f"left out, since no weight is codes{more}: {', '.join(gone)}")
         config = {k: v for k, v in config.items() if k not in _QUANTIZATION}
         text = config.get("text_config")
         if isinstance(text, dict) and not text.keys().isdisjoint(_QUANTIZATION):
@@ -690,9 +699,9 @@ def _with_config_dtype(name: str, data: bytes, model: dict[str, TensorEntry]) ->
         return data
     config = bounded_json.parse(data, name)
     sizes: dict[str, int] = {}
-    codes = encodings.find_in_tensors(model, config.get("quantization_config")).belongs
+    codes = encodings.find_in_tensors(model, config.get("quantization_config"))
     for n, t in model.items():
-        if "float" in t.dtype and n not in codes:
+        if "float" in t.dtype and not codes.describe(n):
             sizes[t.dtype] = sizes.get(t.dtype, 0) + prod(t.shape)
     main = max(sizes, key=lambda k: sizes[k]) if sizes else None
     key = "torch_dtype" if "torch_dtype" in config else "dtype"

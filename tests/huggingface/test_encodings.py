@@ -192,6 +192,12 @@ FAULTS: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any] | None, str, boo
                                  '1 tensor holds scales that do not fit their codes, first "model.a.weight_scale" float32 [7, 3] for codes of [64, 64]', False),
     "other blocks than the config says": ({"a.weight": t(F8, 256, 256), "a.weight_scale_inv": t(F32, 4, 4)},
                                           {"quant_method": "fp8", "weight_block_size": [128, 128]}, "1 tensor holds scales that do not fit", False),
+    "codes of AQLM": ({"a.codes": t(I8, 8, 1, 1), "a.codebooks": t(F32, 1, 8, 1, 8), "a.scales": t(F32, 8, 1, 1, 1)}, {"quant_method": "aqlm"},
+                      "3 tensors hold codes and scales in a scheme of aqlm that ckpttool does not know", False),
+    "codes of HQQ": ({"a.W_q": t(U8, 4, 8), "a.scale": t(BF16, 1, 8), "a.zero": t(BF16, 1, 8), "a.bias": t(BF16, 8)}, {"quant_method": "hqq"},
+                     "3 tensors hold codes and scales in a scheme of hqq", False),
+    "packed codes of FP-Quant": ({"a.qweight": t(U8, 8, 8), "a.scales": t(U8, 8, 1), "a.weight_global_scale": t(F32, 1)}, {"quant_method": "fp_quant"},
+                                 "3 tensors hold codes and scales in a scheme of fp_quant", False),
 }  # fmt: skip
 
 
@@ -204,8 +210,9 @@ def test_an_encoding_that_is_not_whole_is_found_and_not_cast(case: str, tmp_path
     assert len(texts) == 1 and texts[0].startswith(sentence) and diagnosis.sound == (not damage)
     summary = ckpttool.inspect(source)
     assert summary.encoding and summary.encoding["faults"][0].startswith(sentence) and sentence[:40] in str(summary)
-    with pytest.raises(Unsupported, match="A cast would round"):
+    with pytest.raises(Unsupported, match="A cast would round") as e:
         ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=1, dtype="fp16")
+    assert "dequantize=" not in str(e.value)  # which would refuse them, too
     name = next(n for n in tensors if "scale" in n or len(tensors) == 1)
     with pytest.raises(Unsupported, match="belongs to no whole encoding"):
         ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=1, cast={f"model.{name}": "fp16"})
@@ -281,6 +288,26 @@ def test_weights_that_are_no_codes_beside_a_config_that_says_so_are_a_finding(tm
     assert "config.json says that the weights are quantised (compressed-tensors), and none is" in found.text
     ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=1, dtype="fp16")
     assert not ckpttool.doctor(tmp_path / "out").findings
+
+
+@pytest.mark.parametrize(
+    ("tensors", "quantization", "kept"),
+    [
+        (PLAIN, QUANTISED, False),
+        (PLAIN, {"quant_method": "bitsandbytes", "load_in_4bit": True}, True),  # which quantises when it loads
+        (PLAIN | FAULTS["codes of AQLM"][0], {"quant_method": "aqlm"}, True),
+        (PLAIN | SCHEMES["fp8-dynamic"][1], QUANTISED, True),
+    ],
+)
+def test_to_hf_no_config_says_that_plain_weights_are_quantised(
+    tensors: dict[str, torch.Tensor], quantization: dict[str, Any], kept: bool, tmp_path: Path
+) -> None:
+    """A job often has the config of the quantised model that it started from."""
+    source = folder(tmp_path / "in", tensors, quantization)
+    done = ckpttool.convert(source, tmp_path / "out", to="hf")
+    assert ("quantization_config" in json.loads((tmp_path / "out" / "config.json").read_text())) == kept
+    said = "left out, since no weight is codes: quantization_config of config.json"
+    assert (said in done.notes) == (not kept)
 
 
 def test_inspect_and_doctor_say_what_weights_are(tmp_path: Path) -> None:
@@ -464,3 +491,7 @@ def test_storage_reader_does_not_cast_codes_into_a_job(tmp_path: Path) -> None:
                 BaseException, match=rf'"model\.{Q}\.[a-z_]+" (is codes|belongs to the codes).* in the job'
             ):
                 dcp.load({"model": {name: torch.zeros(shape)}}, storage_reader=ckpttool.storage_reader(source))
+        plain = folder(tmp_path / "plain", {"table.weight": t(I8, 8, 8)})  # numbers, as its config says of no codes
+        wide = {"table.weight": torch.zeros(8, 8, dtype=torch.int16)}
+        dcp.load({"model": wide}, storage_reader=ckpttool.storage_reader(plain))
+        assert torch.equal(wide["table.weight"], t(I8, 8, 8).to(torch.int16))
