@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from .. import bounded_json
 from ..errors import CkpttoolError, Corrupt, RemoteError, Unsafe, Unsupported, argument
+from ..printable import printable
 from ..storage.source import Source
 
 __all__ = [
@@ -29,10 +30,17 @@ __all__ = [
 
 ADAPTER_CONFIG = "adapter_config.json"
 
+#: Where transformers saves the chat templates of a tokenizer besides the first.
+_TEMPLATES = "additional_chat_templates"
+#: Configs, and the files in which the tokenizers and processors of transformers 5.23 are saved (VOCAB_FILES_NAMES), and
+#: mistral-common's; no code.
 _MODEL = re.compile(
-    r"config\.json|generation_config\.json|hf_quant_config\.json|quant(ize)?_config\.json|tokenizer[^/]*|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|"
-    r"merges\.txt|[^/]*\.(model|tiktoken|jinja)|(pre)?processor_config\.json|chat_template[^/]*|adapter_config\.json|"
-    r"video_preprocessor_config\.json"
+    r"config\.json|generation_config\.json|hf_quant_config\.json|quant(ize)?_config\.json|"
+    r"tokenizer[^/]*(?<!\.py)(?<!\.pkl)(?<!\.pickle)|special_tokens_map\.json|added_tokens\.json|"
+    r"(entity_|target_)?vocab(-src|-tgt)?\.(json|txt)|merges\.txt|dict\.txt|bpe\.codes|(source|target)\.spm|tekken\.json|"
+    r"(normalizer|emoji|byte_maps|word_shape|word_pronunciation)\.json|[^/]*\.(model|tiktoken|jinja|tokenizer)|"
+    rf"{_TEMPLATES}/[^/]*\.jinja|(pre)?processor_config\.json|chat_template[^/]*|adapter_config\.json|"
+    r"(video_preprocessor|audio_tokenizer)_config\.json"
 )
 _TRAINING = re.compile(
     r"[^/]*(config|args|params)[^/]*\.(json|ya?ml|toml)|trainer_state\.json|recipe\.ya?ml", re.IGNORECASE
@@ -53,6 +61,8 @@ PACKED = (
     b"Rar!\x1a",
     b"\x93NUMPY",
 )
+#: What to fetch of a model on the Hub for the files of `_MODEL`.
+_ON_HUB = [f"*.{end}" for end in ("json", "model", "txt", "jinja", "tiktoken", "tokenizer", "codes", "spm")]
 #: Where trainers put the config of a model, from the folder of a checkpoint: verl (twice), NeMo AutoModel (twice),
 #: scripts.
 _FOLDERS = ("", "huggingface", "actor/huggingface", "model", "model/consolidated", "weights", "hf", "..")
@@ -83,13 +93,41 @@ def _read_model_folder(source: Source, notes: list[str]) -> tuple[dict[str, obje
     Raises:
         Corrupt, Unsafe: config.json is not a JSON object, or a file is too large.
     """
-    names = [n for n in source.list() if _MODEL.fullmatch(n) and source.exists(n)]
+    names = source.list()
+    names += [f"{_TEMPLATES}/{n}" for n in source.list(_TEMPLATES)] if _TEMPLATES in names else []
+    names = [n for n in names if _MODEL.fullmatch(n) and source.exists(n)]
     found = read_config_json(source) if "config.json" in names else None
     files = {n: source.read_all(n, _MOST_BYTES) for n in names}
     packed = [n for n, data in files.items() if data.startswith(PACKED)]
     if packed:
         notes.append(f"not copied: archives or arrays, which no tokenizer needs: {', '.join(packed)}")
+    if code := _list_code_files(files):
+        notes.append(
+            f"not copied: the code {', '.join(code)}, which from_pretrained runs if trust_remote_code is set "
+            "(auto_map); copy it and what it imports, if the model needs it"
+        )
     return found, {n: files[n] for n in names if n not in packed}
+
+
+def _list_code_files(files: dict[str, bytes]) -> list[str]:
+    """List the files of Python code that `auto_map` in some configs names, sorted; code of another repository
+    ("org/name--module.Class") is found there.
+
+    Args:
+        files: {name: bytes} of the configs and of other files.
+    """
+    found: set[str] = set()
+    for name in (n for n in files if n.endswith("config.json")):
+        try:
+            config = bounded_json.parse(files[name], name)
+        except CkpttoolError:  # it is copied as it is
+            continue
+        auto = config.get("auto_map") if isinstance(config, dict) else None
+        for classes in auto.values() if isinstance(auto, dict) else ():
+            for c in classes if isinstance(classes, list) else [classes]:  # a tokenizer has two
+                if isinstance(c, str) and "--" not in c:
+                    found.add(f"{printable(c.rpartition('.')[0])}.py")
+    return sorted(found)
 
 
 def fetch_from_hub(model: str, patterns: list[str]) -> str:
@@ -142,7 +180,7 @@ def read_model_files(config: str, notes: list[str] | None = None) -> tuple[dict[
         if os.path.isfile(config):
             config = os.path.dirname(os.path.abspath(config))
         else:
-            config = fetch_from_hub(config, ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken"])
+            config = fetch_from_hub(config, _ON_HUB)
     with Source(config) as source:
         return _read_model_folder(source, [] if notes is None else notes)
 

@@ -136,17 +136,25 @@ def test_weights_that_the_config_ties_but_that_differ_are_refused(tmp_path: Path
 
 def test_tokenizer_files_come_along_and_code_and_weights_beside_them_do_not(tmp_path: Path) -> None:
     config = tmp_path / "config"
-    config.mkdir()
+    (config / "additional_chat_templates").mkdir(parents=True)
+    stated = json.loads((FIXTURES / "hf_llama" / "ckpt" / "config.json").read_text())
+    stated["auto_map"] = {
+        "AutoModelForCausalLM": "modeling_evil.Model",
+        "AutoConfig": "org/name--configuration_other.C",
+    }
+    code = {"AutoTokenizer": [None, "tokenizer_evil.Fast"]}
     for name, text in {
-        "config.json": (FIXTURES / "hf_llama" / "ckpt" / "config.json").read_text(),
-        "tokenizer.json": "{}", "tokenizer_config.json": "{}", "special_tokens_map.json": "{}", "vocab.json": "{}",
-        "merges.txt": "", "tokenizer.model": "x", "chat_template.jinja": "y",
-        "modeling_evil.py": "raise SystemExit", "pytorch_model.bin": "x", "README.md": "z",
+        "config.json": json.dumps(stated), "tokenizer.json": "{}", "tokenizer_config.json": json.dumps({"auto_map": code}),
+        "special_tokens_map.json": "{}", "vocab.json": "{}", "merges.txt": "", "tokenizer.model": "x", "chat_template.jinja": "y",
+        "additional_chat_templates/tools.jinja": "z", "normalizer.json": "{}", "tekken.json": "{}", "source.spm": "s", "bpe.codes": "",
+        "modeling_evil.py": "raise SystemExit", "tokenizer_evil.py": "raise SystemExit", "tokenizer.pkl": "p",
+        "pytorch_model.bin": "x", "README.md": "z",
     }.items():  # fmt: skip
         (config / name).write_text(text)
-    ckpttool.convert(FIXTURES / "fsdp2_w3" / "ckpt", tmp_path / "out", to="hf", config=str(config))
-    wanted = {p.name for p in config.iterdir()} - {"modeling_evil.py", "pytorch_model.bin", "README.md"}
-    assert set(files_of(tmp_path / "out")) == {*wanted, "model.safetensors"}
+    done = ckpttool.convert(FIXTURES / "fsdp2_w3" / "ckpt", tmp_path / "out", to="hf", config=str(config))
+    left = {"modeling_evil.py", "tokenizer_evil.py", "tokenizer.pkl", "pytorch_model.bin", "README.md"}
+    assert files_of(tmp_path / "out").keys() == files_of(config).keys() - left | {"model.safetensors"}
+    assert any(n.startswith("not copied: the code modeling_evil.py, tokenizer_evil.py, which") for n in done.notes)
 
 
 def test_architectures_taken_for_plain_have_the_same_names_in_memory_and_on_the_hub() -> None:

@@ -90,7 +90,7 @@ _STATE = r"(?is).*\.(bin|pt|pth|ckpt|pkl|pickle|distcp|safetensors|npz|npy|tar)"
 _PLAIN = (
     r"(?is)ckpttool\.json|flat_layout\.json|CHECKPOINT_COMPLETE|latest|latest_universal|.*\.index\.json|metadata\.json|.*\.(md|txt|py|sh|log|html|csv|"
     r"ya?ml|toml|png|jpe?g|gif|svg|pdf|ipynb)|(LICEN[CS]E|NOTICE|USE_POLICY).*|events\.out\..*|(all|train|eval)_results\.json|"
-    r"preprocessor_config\.json|config_.*\.json|(runs|logs|wandb|tensorboard|lightning_logs|huggingface|hf)/"
+    r"preprocessor_config\.json|config_.*\.json|(runs|logs|wandb|tensorboard|lightning_logs|huggingface|hf|additional_chat_templates)/"
 )
 #: Folders that are saves of their own, of other steps.
 _SAVES = r"(checkpoint|ckpt|step|epoch|iter|tag)[-_=]?\d.*/"
