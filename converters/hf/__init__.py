@@ -38,6 +38,7 @@ from ckpttool.index.fqns import strip_wrappers
 from ckpttool.index.names import CanonicalState
 from ckpttool.index.records import Extent
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, late
+from ckpttool.printable import list_first, printable
 from ckpttool.program import Advice, Program
 from ckpttool.storage import urls
 from ckpttool.storage.source import Source
@@ -48,6 +49,8 @@ from .shards import ADAPTER, INDEX, SALVAGE, WHOLE
 __all__ = ["LAYOUTS"]
 
 _NUMBERED = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.safetensors")
+#: Entries of `__metadata__` that are read, or that the writer has, too.
+_READ = frozenset(("format", "tensor_names", SALVAGE))
 _SHARD = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 
 
@@ -117,8 +120,9 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         names = own
     shards = [n for n in names if _SHARD.fullmatch(n)]
     notes: list[str] = []
+    about: dict[str, str] = {}
     if file is None and INDEX in names:
-        tensors, files = _read_indexed_files(source, notes)
+        tensors, files = _read_indexed_files(source, notes, about)
     elif shards:
         tensors, files = _read_rank_shards(source, shards)
         notes.append(
@@ -126,7 +130,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
             "up"
         )
     else:
-        tensors, files = _read_plain_files(source, _list_model_files(source, names))
+        tensors, files = _read_plain_files(source, _list_model_files(source, names), about)
     state = training_state.read(source, len(files)) if training_state.FOLDER in names else None
     config = model_files.read_config_json(source) if file is None and "config.json" in names else None
     if options.config is not None:
@@ -135,7 +139,10 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         raise Corrupt(f"{source.root}: its safetensors files hold no tensor.", code="CKPT0401")
     if shards and config is not None:
         _refuse_truncated_vocabulary(source, tensors, config)
+    plain = frozenset(tensors)
     objects = assemble_quantised_weights(source, files, tensors, notes)
+    if left := [printable(k)[:60] for k in about if k not in _READ and k not in plain and k not in objects]:
+        notes.append(f"__metadata__ in the headers of the files is not carried: {list_first(left, 5)}")
     clean = strip_wrappers(tensors)
     leaves: Leaves = {("model", clean[n]): t for n, t in tensors.items()}
     leaves |= {found.path: found for found in objects.values()}
@@ -248,8 +255,10 @@ def _list_model_files(source: Source, names: list[str]) -> list[str]:
     return files
 
 
-def _read_plain_files(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
-    """Return ({name: tensor}, files) of files that hold each tensor once.
+def _read_plain_files(
+    source: Source, files: list[str], about: dict[str, str]
+) -> tuple[dict[str, TensorEntry], list[str]]:
+    """Return ({name: tensor}, files) of files that hold each tensor once; `about` gets their metadata.
 
     Raises:
         Corrupt: two files hold the same tensor.
@@ -257,7 +266,9 @@ def _read_plain_files(source: Source, files: list[str]) -> tuple[dict[str, Tenso
     out: dict[str, TensorEntry] = {}
     safetensors_header.prefetch_headers(source, files)
     for i, file in enumerate(files):
-        for name, slot in safetensors_header.read_slots(source, file).items():
+        slots, meta = safetensors_header.read_header(source, file)
+        about.update(meta)
+        for name, slot in slots.items():
             if name in out:
                 raise Corrupt(
                     f'"{name}" is in {file} and in {files[out[name].chunks[0].extent.file]}, and no index says which '
@@ -276,9 +287,11 @@ def _make_entry(name: str, slot: safetensors_header.Slot, file: int) -> TensorEn
     )
 
 
-def _read_indexed_files(source: Source, notes: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
+def _read_indexed_files(
+    source: Source, notes: list[str], about: dict[str, str]
+) -> tuple[dict[str, TensorEntry], list[str]]:
     """Return ({name: tensor}, files) of the shards that model.safetensors.index.json lists. Tensors in them that the
-    index does not list are included; `notes` gets their number.
+    index does not list are included; `notes` gets their number, and `about` the metadata of the shards.
 
     Raises:
         Corrupt: the shards do not hold what it says. Unsupported: model.safetensors is there, and the index names
@@ -298,7 +311,11 @@ def _read_indexed_files(source: Source, notes: list[str]) -> tuple[dict[str, Ten
             code="CKPT0328",
         )
     safetensors_header.prefetch_headers(source, files)
-    slots = [safetensors_header.read_slots(source, f) for f in files]
+    slots = []
+    for f in files:
+        found, meta = safetensors_header.read_header(source, f)
+        slots.append(found)
+        about.update(meta)
     at = {f: i for i, f in enumerate(files)}
     out: dict[str, TensorEntry] = {}
     for name, file in weights.items():

@@ -184,6 +184,20 @@ def _copied(tmp_path: Path, name: str = "hf_llama", **shards: int) -> Path:
     return out
 
 
+@pytest.mark.parametrize("shard", [None, 1])
+def test_metadata_of_headers_that_is_not_carried_is_named(shard: int | None, tmp_path: Path) -> None:
+    """kohya's alpha, diffusers' adapter config and torchao's classes that are not known are there alone."""
+    options = ckpttool.HfOptions(max_shard_bytes=shard) if shard else None
+    ckpttool.convert(FIXTURES / "hf_llama" / "ckpt", tmp_path / "in", to="hf", options=options)
+    assert not any("__metadata__" in n for n in ckpttool.inspect(tmp_path / "in").notes)
+    file = sorted((tmp_path / "in").glob("*.safetensors"))[-1]
+    save_file(load_file(file), file, metadata={"format": "pt", "ss_network_alpha": "16", "a\nb": "c"})
+    done = ckpttool.convert(tmp_path / "in", tmp_path / "out", to="dcp", world_size=1)
+    (said,) = (n for n in done.notes if "__metadata__" in n)
+    assert said.startswith("__metadata__ in the headers of the files is not carried: ")
+    assert "ss_network_alpha" in said and "\n" not in said
+
+
 def test_an_incomplete_copy_without_its_index_is_no_model(tmp_path: Path) -> None:
     """The names of shards say how many there are."""
     out = _copied(tmp_path, options=ckpttool.HfOptions(max_shard_bytes=40_000))
