@@ -82,6 +82,7 @@ class _Adapter:
     tensors: dict[str, TensorEntry]  # by the name that PEFT saves, without "model."
     stored: dict[str, str]  # {that name: name in the checkpoint}
     config: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)  # tokenizer and other files beside it
 
 
 def open_merged(
@@ -226,7 +227,7 @@ def _plan_merge(base: OpenCheckpoint, theirs: OpenCheckpoint, request: MergeRequ
     for names in tied:
         if _has_one_shared_copy([changes.get(n) for n in names], chosen):
             changes |= {n: changes[names[0]] for n in names}
-    notes = _describe_merge(chosen, changes)
+    notes = [*_describe_merge(chosen, changes), *_describe_left_files(base, chosen, config)]
     untied = next((names for names in tied if len({changes.get(n) for n in names}) > 1), [])
     if untied:
         notes.append(
@@ -379,8 +380,20 @@ def _choose_adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool)
                 f"{argument('rslora')}: adapter_config.json has use_rslora=false. Leave the option out.",
                 code="CKPT0205",
             )
-        out[wanted or ""] = _Adapter(theirs, found, stored, config)
+        out[wanted or ""] = _Adapter(theirs, found, stored, config, {} if known is None else known[1])
     return out
+
+
+def _describe_left_files(base: OpenCheckpoint, chosen: Mapping[str, _Adapter], config: str | None) -> list[str]:
+    """Return a note on the tokenizer files beside adapters that are not those of the base model, as after a training
+    with new tokens or another chat template; [] if there are none. `config` is a folder or id of a model, or None."""
+    given = {n: data for a in chosen.values() for n, data in a.files.items() if n != model_files.ADAPTER_CONFIG}
+    of_base = model_files.find_model_files(base.source, config, []).files if given else {}
+    left = sorted(n for n, data in given.items() if of_base.get(n) != data)
+    return [
+        f"not copied: {', '.join(left)} beside the adapter, since the base model's are others; copy them into the "
+        "result if the adapter was trained with them"
+    ][: len(left)]
 
 
 def _rename_adapter_modules(

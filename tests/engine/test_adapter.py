@@ -423,6 +423,20 @@ def test_a_quantised_base_model_and_one_that_holds_an_adapter_are_refused(tmp_pa
         ckpttool.adapter_merge(small(tmp_path / "none")[0], tmp_path / "out", lora_alpha=3)
 
 
+def test_a_tokenizer_of_the_adapter_that_is_not_that_of_the_base_model_is_named(tmp_path: Path) -> None:
+    base, adapter = small(tmp_path)
+    (base / "config.json").write_text(json.dumps({"model_type": "of no library"}))
+    for folder in (base, adapter):
+        (folder / "tokenizer.json").write_text("{}")
+    merged = ckpttool.adapter_merge(base, tmp_path / "same", adapter=adapter)
+    assert not any(n.startswith("not copied") for n in merged.notes)
+    (adapter / "tokenizer.json").write_text('{"added_tokens": []}')
+    (adapter / "chat_template.jinja").write_text("{{ x }}")
+    merged = ckpttool.adapter_merge(base, tmp_path / "out", adapter=adapter)
+    assert any(n.startswith("not copied: chat_template.jinja, tokenizer.json beside the adapter") for n in merged.notes)
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+
+
 def test_training_state_is_not_carried_unless_that_was_asked_for(tmp_path: Path) -> None:
     base, adapter = small(tmp_path)
     torch.save({"model": load_file(base / WEIGHTS), "step": 3}, tmp_path / "x.pt")
