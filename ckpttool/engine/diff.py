@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from ..errors import Differs, UsageError, argument
-from ..huggingface import lora
+from ..huggingface import lora, model_files
 from ..index import boxes
 from ..index.checkpoint import NOT_TORCHS, PACKED, Checkpoint, TensorEntry
 from ..index.fqns import mask_name_numbers
@@ -150,6 +150,8 @@ class ComponentDifference:
 class Difference(Shown):
     """What `diff` found; `equal` is True when nothing is listed, or all of it lies within the tolerances.
 
+    `configs` has what differs in the config.json and adapter_config.json beside both, {"config.json: rope_theta": (text
+    of A's value, of B's)}; it is no state and does not count for `equal`.
     `data` has the tensors with other values, and `changed` says how many those are, also where `data` was folded or
     cut; `components` {"model": how its tensors differ, ...}.
     """
@@ -161,6 +163,7 @@ class Difference(Shown):
     dtypes: dict[str, tuple[str, str]] = field(default_factory=dict)
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     values: dict[str, tuple[str, str]] = field(default_factory=dict)
+    configs: dict[str, tuple[str, str]] = field(default_factory=dict)
     data: list[TensorDifference] = field(default_factory=list)
     within_tolerance: int = 0
     not_read_a: list[dict[str, object]] = field(default_factory=list)  # files of each that were not compared
@@ -240,6 +243,10 @@ class Difference(Shown):
             yield f"dtype: ... {len(self.dtypes) - 20} more"
         for n, values in self.values.items():
             yield f"value: {n}: {values[0]} | {values[1]}"
+        for n, values in list(self.configs.items())[:20]:
+            yield f"not counted: {n}: {values[0]} | {values[1]}"
+        if len(self.configs) > 20:
+            yield f"not counted: ... {len(self.configs) - 20} more"
         for t in self.data[:most]:
             yield f"data: {t}"
         if left := self.changed - sum(t.tensors for t in self.data[:most]):
@@ -362,6 +369,9 @@ def diff(
             a=urls.display_path(show_path(a)), b=urls.display_path(show_path(b)), index=left,
         )  # fmt: skip
         common = _compare_indexes(left, right, out)
+        if x.layout.keeps_config and y.layout.keeps_config:
+            odd = model_files.list_config_differences(x.source, y.source)
+            out.configs = {n: (_format_value(p), _format_value(q)) for n, (p, q) in odd.items()}
         equal: dict[str, float] = {}
         if map is None:
             equal = _find_equal_by_digest((a, of_each[0], x), (b, of_each[1], y), common, workers, progress)

@@ -12,11 +12,12 @@ from typing import Any, Unpack
 from .. import layouts
 from ..errors import Corrupt, Differs, Unreadable, UsageError, argument
 from ..formats import safetensors_header
+from ..huggingface.model_files import list_config_differences
 from ..index.checkpoint import Checkpoint, TensorEntry
 from ..index.draft import Draft
 from ..index.selection import EntrySelection
 from ..options import OpenKeywords, Progress, WriteRequest, list_keywords, silent
-from ..printable import Shown, count_noun
+from ..printable import Shown, count_noun, list_first
 from ..storage import urls
 from ..storage.buffers import IOBudget
 from .conservation import find_value_differences
@@ -255,6 +256,11 @@ def _verify_against(
         digests = digest_with_workers(other, against, likewise, crew, progress, "read")
         shared = _list_components(ckpt) & _list_components(second)
         excused = {*_list_changed_values(opened), *_list_changed_values(other)}
+        configs = (
+            list_config_differences(opened.source, other.source)
+            if opened.layout.keeps_config and other.layout.keeps_config
+            else {}
+        )
     mine, yours = (
         {
             n: d
@@ -274,6 +280,8 @@ def _verify_against(
             f"not compared, since a conversion changed them, as ckpttool.json says: {len(unequal)} of the values, "
             f"first {unequal[0]}"
         )
+    if configs:
+        out.notes.append(f"different, though no state, beside the two: {list_first(configs, 5)}")
     if apart := sorted((_list_components(ckpt) ^ _list_components(second)) - shared):
         out.notes.append(f"not compared, since only one of the two has it: {', '.join(apart)}")
     out.against = {"path": urls.display_path(name), "components": sorted(shared), "verdict": "equal"}

@@ -22,6 +22,7 @@ __all__ = [
     "find_adapter_files",
     "find_model_files",
     "is_model_or_trainer_file",
+    "list_config_differences",
     "make_missing_config_error",
     "read_config_json",
     "read_model_files",
@@ -42,6 +43,8 @@ _MODEL = re.compile(
     rf"{_TEMPLATES}/[^/]*\.jinja|(pre)?processor_config\.json|chat_template[^/]*|adapter_config\.json|"
     r"(video_preprocessor|audio_tokenizer)_config\.json"
 )
+#: Keys of configs that say who saved the model, and from where.
+_OF_SAVE = frozenset(("transformers_version", "peft_version", "_name_or_path", "base_model_name_or_path"))
 _TRAINING = re.compile(
     r"[^/]*(config|args|params)[^/]*\.(json|ya?ml|toml)|trainer_state\.json|recipe\.ya?ml", re.IGNORECASE
 )
@@ -290,6 +293,30 @@ def _read_adapter_folder(source: Source, folder: str, notes: list[str]) -> dict[
         return {}
     with Source(path) as other:
         return _read_model_folder(other, notes)[1] if other.exists(ADAPTER_CONFIG) else {}
+
+
+def list_config_differences(a: Source, b: Source) -> dict[str, tuple[object, object]]:
+    """List where the config.json and adapter_config.json beside two checkpoints differ: {"config.json: KEY": (value of
+    a, value of b)}, None for a key that one lacks. Keys of dicts are joined by dots. A file that only one of the two
+    has is not listed: other layouts have none.
+
+    Raises:
+        Corrupt, Unsafe: one of them is not JSON, or is too large.
+    """
+    out: dict[str, tuple[object, object]] = {}
+
+    def compare(name: str, x: object, y: object) -> None:
+        """Add what differs below `name`."""
+        if isinstance(x, dict) and isinstance(y, dict):
+            for key in sorted((x.keys() | y.keys()) - _OF_SAVE):
+                compare(f"{name}.{key}" if name else key, x.get(key), y.get(key))
+        elif x != y:
+            out[f"{file}: {name}"] = (x, y)
+
+    for file in ("config.json", ADAPTER_CONFIG):
+        if all(file in s.list() for s in (a, b)):
+            compare("", *(bounded_json.parse(s.read_all(file, _MOST_BYTES), f"{s.root}/{file}") for s in (a, b)))
+    return out
 
 
 def make_missing_config_error(given: str | None, option: str = "config") -> Unsupported:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from commands import ckpttool_here
 from peers import FIXTURES
+from safetensors.torch import save_file
 from torch import Tensor
 
 import ckpttool
@@ -272,3 +273,22 @@ def test_a_change_of_sign_is_no_distance_and_a_large_one_is_not_printed(tmp_path
     assert far.max_ulp == 1077936128 and "ulp" not in str(far)  # too far apart to be counted in units
     zero = one(tmp_path, torch.ones(2), torch.zeros(2))
     assert zero.moved == math.inf
+
+
+def test_configs_beside_equal_weights_are_compared_and_do_not_count(tmp_path: Path) -> None:
+    for side, base in (("a", 1e4), ("b", 5e5)):
+        (tmp_path / side).mkdir()
+        save_file({"w": torch.ones(3)}, tmp_path / side / "model.safetensors")
+        config = {
+            "rope_parameters": {"rope_theta": base, "rope_type": "default"},
+            "transformers_version": side,
+            "vocab_size": 3,
+        }
+        (tmp_path / side / "config.json").write_text(json.dumps(config))
+    found = ckpttool.diff(tmp_path / "a", tmp_path / "b")
+    key = "config.json: rope_parameters.rope_theta"
+    assert found.equal and found.configs == {key: ("10000.0", "500000.0")}
+    assert f"not counted: {key}: 10000.0 | 500000.0" in found.lines()
+    assert any(key in note for note in ckpttool.verify(tmp_path / "a", against=tmp_path / "b").notes)
+    ckpttool.convert(tmp_path / "a", tmp_path / "a.pt")
+    assert not ckpttool.diff(tmp_path / "a", tmp_path / "a.pt").configs
