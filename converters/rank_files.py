@@ -685,7 +685,8 @@ def format_step(x: object) -> str:
 
 
 def merge_other_state(files: Files, groups: dict[str, list[Rank]], taken: Mapping[Path, object]) -> Leaves:
-    """Merge scheduler, counters and random states: what is the same on all ranks once, anything else by rank.
+    """Merge scheduler, counters and random states: what is the same on all ranks once, anything else by rank. Random
+    states in verl's and SkyRL's files extra_state_world_size_{n}_rank_{r}.pt are each rank's own, also with one seed.
 
     Args:
         files: the files read.
@@ -705,7 +706,8 @@ def merge_other_state(files: Files, groups: dict[str, list[Rank]], taken: Mappin
         for top in tops:
             parts = [{p: x for p, x in leaves.items() if p[0] == top} for leaves in found]
             head: Path = ("extra", pattern, top) if top in there or any(p[0] == top for p in out) else (top,)
-            if len(ranks) == 1 or all(_are_leaves_equal(files, parts[0], p) for p in parts[1:]):
+            of_rank = pattern.startswith("extra_state_world_size_") and top == "rng"
+            if not of_rank and all(_are_leaves_equal(files, parts[0], p) for p in parts[1:]):
                 out.update({(*head, *p[1:]): x for p, x in parts[0].items()})
                 continue
             if top in _COUNTERS:

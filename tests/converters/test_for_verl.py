@@ -139,3 +139,16 @@ def test_param_groups_without_parameters_are_not_dropped_in_silence(tmp_path: Pa
         ckpttool.convert(tmp_path / "m", tmp_path / "no", to="verl", world_size=2)
     done = ckpttool.convert(tmp_path / "m", tmp_path / "v", to="verl", world_size=2, drop=True)
     assert {n.split(".")[0] for n, _, _ in done.dropped} == {"optim"}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_random_states_of_ranks_with_one_seed_are_those_of_ranks(world: int, tmp_path: Path) -> None:
+    """Trainer seeds all ranks alike, and a job of one rank is alone."""
+    tree = state()
+    tree["rng"] = {str(r): tree["rng"]["0"] for r in range(world)}
+    torch.save(tree, tmp_path / "a.pt")
+    ckpttool.convert(tmp_path / "a.pt", tmp_path / "step", to="verl", world_size=world)
+    ckpttool.convert(tmp_path / "step", tmp_path / "out", to="accelerate", world_size=world)
+    for rank in range(world):
+        found = torch.load(tmp_path / "out" / f"random_states_{rank}.pkl", weights_only=False)
+        assert found["random_state"] == tree["rng"]["0"]["python"]
