@@ -183,18 +183,18 @@ def flatten_tree(tree: object, path: Path = ()) -> Leaves:
     return found
 
 
-def _flatten(path: Path, x: Any, out: dict[Path, object]) -> bool:
+def _flatten(path: Path, x: Any, out: dict[Path, object], of_optimizer: bool = True) -> bool:
     """Add the leaves of `x`, which is at `path`, to `out`, {path: leaf}; return whether `x` was flattened, or is itself
-    a leaf.
+    a leaf. A dict `x` called "state" may be that of an optimizer with numbers if `of_optimizer` is set.
 
     A list is flattened if one of its items is, or is a tensor; DCP's planner has no keys for the items of other lists,
     such as [{}], [{6: 1}] or [[[1]]].
     """
     if isinstance(x, dict) and x and all(isinstance(k, str) for k in x):
         for k, v in x.items():
-            _flatten((*path, k), v, out)
+            _flatten((*path, k), v, out, "param_groups" in x)
         return True
-    if _is_optimizer_state(path, x):
+    if of_optimizer and _is_optimizer_state(path, x):
         for k, v in x.items():
             _flatten((*path, Number(str(k))), v, out)
         return True

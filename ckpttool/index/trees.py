@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from itertools import takewhile
 from typing import Any
@@ -72,7 +73,7 @@ def _as_plain_tree(x: object) -> object:
             raise Corrupt(f"a list with {len(x)} elements has one at position {last}.", code="CKPT0406")
         return [_as_plain_tree(x.get(k)) for k in range(last + 1)]  # DCP forgets an empty dict, which leaves a hole
     out = {int(k) if type(k) is Number else k: _as_plain_tree(v) for k, v in x.items()}
-    if out.keys() == {"state", "param_groups"} and isinstance(out["state"], dict):
+    if out.keys() >= {"state", "param_groups"} and isinstance(out["state"], dict):
         out["state"] = _restore_parameter_numbers(out["state"], out["param_groups"])
     return out
 
@@ -86,5 +87,6 @@ def _restore_parameter_numbers(state: dict[object, object], groups: object) -> d
         isinstance(g, dict) and isinstance(g.get("params"), (list, tuple)) for g in groups
     ):
         return state
-    ids = {str(i): i for g in groups for i in g["params"] if type(i) is int}
-    return {ids[k] if type(k) is str and k in ids else k: v for k, v in state.items()}
+    if not any(type(i) is int for g in groups for i in g["params"]):
+        return state
+    return {int(k) if type(k) is str and re.fullmatch("0|[1-9][0-9]{0,17}", k) else k: v for k, v in state.items()}
