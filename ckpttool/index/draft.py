@@ -149,16 +149,20 @@ class Draft(ByFields):
         return self.nbytes + (1 << 20)
 
 
-def turn_positions_into_keys(draft: Draft, paths: Iterable[Path]) -> None:
+def turn_positions_into_keys(draft: Draft, paths: Iterable[Path], *, back: bool = False) -> None:
     """Turn the position in a list, as the second element of a value's path, into a text key, for a layout that writes
     one file for each rank or scheduler and reads the file's number back as a key.
 
     Args:
         draft: the draft; the values of its checkpoint get new paths under the same names, and `changed` a note on each.
         paths: canonical paths; one without a value or without a position is ignored.
+        back: turn such keys into positions, for a layout that writes a list.
     """
+    of_list, of_file = "its position in a list", "the number of its file"
+    why = f"{of_file} is {of_list}" if back else f"{of_list} is the number of a file"
     for path in paths:
         held = draft.checkpoint.values.get(joined(path))
-        if held is not None and isinstance(path[1], int):
-            draft.checkpoint.values[joined(path)] = Value((path[0], str(path[1]), *path[2:]), held.data)
-            draft.changed[joined(path)] = "its position in a list is the number of a file"
+        if held is not None and isinstance(path[1], str if back else int):
+            second = int(path[1]) if back else str(path[1])
+            draft.checkpoint.values[joined(path)] = Value((path[0], second, *path[2:]), held.data)
+            draft.changed[joined(path)] = why

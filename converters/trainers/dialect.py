@@ -41,7 +41,15 @@ from ckpttool.index.checkpoint import (
 )
 from ckpttool.index.composites import Composite, add_composite, shape_of
 from ckpttool.index.draft import Draft
-from ckpttool.index.names import COMPONENTS, KEEPS_NUMBERS, canonical, original_path
+from ckpttool.index.names import (
+    COMPONENTS,
+    COUNTERS,
+    KEEPS_NUMBERS,
+    ROLES,
+    CanonicalState,
+    canonical,
+    original_path,
+)
 from ckpttool.index.optimizer_names import iterate_possible_orders
 from ckpttool.index.param_groups import list_numbered_parameters
 from ckpttool.index.schedulers import complete_scheduler_state
@@ -63,6 +71,7 @@ __all__ = [
     "locate",
     "make_resume_advice",
     "make_unrun_program_rows",
+    "name_tree_beside_model",
     "read",
     "to_live_peft_name",
     "with_saved_peft_names",
@@ -530,7 +539,7 @@ def _read_data_part(source: Source, part: DirectoryPart, options: ReadOptions, w
     if part.layout == FOREIGN:
         leaves = _with_foreign_optimizer_as_extra(leaves, whole, part, out.notes)
     if part.layout in (TREE, FOREIGN):
-        named = canonical(leaves, shape_of)
+        named = name_tree_beside_model(leaves) if part.layout == TREE else canonical(leaves, shape_of)
         leaves, out.origin = named.leaves, named.origin
         if part.component != "model":
             _refuse_stray_weights(what, (p for p, x in leaves.items() if isinstance(x, TensorEntry)), whole)
@@ -541,13 +550,38 @@ def _read_data_part(source: Source, part: DirectoryPart, options: ReadOptions, w
                 continue
             if part.rank and (joined(path) in whole.tensors or joined(path) in whole.values):
                 path = ("extra", *make_per_rank_path(part.rank, path))
+        if (name := joined(path)) in out.tensors or name in out.values:
+            raise Corrupt(f'two entries of {what} are named "{name}".', code="CKPT0416")
         if isinstance(leaf, TensorEntry):
-            out.tensors[joined(path)] = replace(leaf, path=path)
+            out.tensors[name] = replace(leaf, path=path)
         elif isinstance(leaf, Composite):
             add_composite(out, replace(leaf, path=path))
         else:
-            out.values[joined(path)] = Value(path, leaf)
+            out.values[name] = Value(path, leaf)
     return out
+
+
+def name_tree_beside_model(leaves: Mapping[Path, object]) -> CanonicalState:
+    """Rename the leaves of a trainer's tree whose model and optimizer are elsewhere to canonical names: what looks like
+    one of them is data that the user's code added, and goes under extra.
+
+    A tree without any key of a trainer is named as any other, since it may be a state dict.
+
+    Args:
+        leaves: {path in the tree: leaf}.
+    """
+    known = {
+        p: x
+        for p, x in leaves.items()
+        if str(p[0]) in COUNTERS or ROLES.get(str(p[0]), "model") not in ("model", "optim")
+    }
+    named = canonical(known or leaves, shape_of)
+    for p, x in leaves.items() if known else ():
+        if p not in known:
+            as_is = p[0] == "extra" and len(p) > 1 and not isinstance(p[1], int)
+            named.leaves[p if as_is else ("extra", *p)] = x
+            named.origin.update({} if as_is else {("extra", p[0]): (p[0],)})
+    return named
 
 
 def _to_canonical_path(part: DirectoryPart, path: Path) -> Path:

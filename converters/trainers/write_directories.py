@@ -17,13 +17,15 @@ from ckpttool.formats.stored_tensors import decode_number, flatten_tree
 from ckpttool.index.checkpoint import Checkpoint, Leaves, Path, TensorEntry, Value, joined
 from ckpttool.index.composites import shape_of
 from ckpttool.index.draft import Draft, Dropped, turn_positions_into_keys
-from ckpttool.index.names import canonical, describe_weights_elsewhere, step_count
+from ckpttool.index.names import canonical, describe_weights_elsewhere, original_path, step_count
+from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
 from .. import full
 from ..dcp.write_dcp import write as write_dcp
 from ..options import DirectoryOptions, MeshOptions
+from .dialect import name_tree_beside_model
 from .filenames import RNG_KEYS
 from .join import (
     SmallFile,
@@ -316,22 +318,25 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         small.append(SmallFile("scaler.pt", strip_paths(scaler, 1)))
     rng = _make_rng_files(ckpt, world, "rng_state_{}.pth" if world > 1 else "rng_state.pth", {}, placed)
     counters: dict[Path, object] = {}
-    for path, data in _select_leaves(ckpt, "trainer").items():
-        if len(path) == 2 and path[1] in _TRAINER_STATE and _is_json_value(data):
-            counters[path[1:]] = data
-            placed.add(path)
+    for key in sorted(_TRAINER_STATE):
+        found = _select_leaves(ckpt, "trainer", key)  # a reader of state dicts takes lists of dicts apart
+        data = nest(strip_paths(found, 1)).get(key) if found else None
+        if found and _is_json_value(data) and (key != "train_batch_size" or isinstance(data, int)):
+            counters[key,] = data
+            placed |= set(found)
+    held = set(counters)
     if ("global_step",) not in counters:
         step = counters["global_step",] = count_steps(ckpt, source)
         notes.append(f"trainer_state.json has global_step {step}, which the source counts or its optimizer has made")
     if ("stateful_callbacks",) not in counters:  # Trainer asks for that of its control when it saves
         flags = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
         counters["stateful_callbacks",] = {"TrainerControl": {"args": dict.fromkeys(flags, False), "attributes": {}}}
-    if not isinstance(counters.get(("train_batch_size",)), int):
+    if ("train_batch_size",) not in counters:
         counters["train_batch_size",] = 1  # Trainer compares it with the script's, and goes on with the script's
         notes.append(
             "the source does not tell the batch size of a device: Trainer warns that it is not that of the script"
         )
-    _, made = _compare_counters(ckpt, {("trainer", *p): x for p, x in counters.items()})
+    _, made = _compare_counters(ckpt, {("trainer", *p): x for p, x in counters.items() if p not in held})
     out = _draft_directory(
         "trainer",
         ckpt,
@@ -378,7 +383,7 @@ def write_llamafactory(ckpt: Checkpoint, source: Source, options: WriteOptions) 
         notes.append(f"no data loader of {world} ranks is in the source: the job begins the epoch again")
     epoch = ckpt.value("trainer.epoch")
     counters: dict[Path, object] = {
-        ("global_step",): count_steps(ckpt, source),
+        ("global_step",): count_steps(ckpt, source, "global_step"),
         ("epoch",): int(epoch) if isinstance(epoch, (int, float)) else 0,
     }
     if isinstance(total := ckpt.value("trainer.num_training_steps"), int):
@@ -441,9 +446,17 @@ _TRAINER_STATE = frozenset(
 )
 
 
-def count_steps(ckpt: Checkpoint, source: Source) -> int:
+def count_steps(ckpt: Checkpoint, source: Source, key: str = "step") -> int:
     """Return the number of optimizer steps: the trainer's counter, else the `step` of the first parameter in the
-    optimizer; 0 if there is neither."""
+    optimizer; 0 if there is neither.
+
+    Args:
+        ckpt: the checkpoint.
+        source: where its bytes are.
+        key: what the trainer that is written calls its counter, which counts before those of others.
+    """
+    if type(own := ckpt.value(f"trainer.{key}")) is int and own >= 0:
+        return own
     if (counts := step_count(ckpt.value)) is not None:
         return counts
     for name, t in ckpt.tensors.items():
@@ -513,7 +526,7 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     world = options.ranks(ckpt)
     placed: set[Path] = set()
     notes: list[str] = []
-    step = count_steps(ckpt, source)
+    step = count_steps(ckpt, source, "global_step")
     epoch = ckpt.value("trainer.epoch")
     meta: dict[Path, object] = {
         ("epoch",): epoch if isinstance(epoch, int) else 0,
@@ -549,6 +562,10 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
             placed.add(("scheduler",))
         elif "scheduler" not in ckpt.values:
             made["scheduler",] = []
+    if "extra.pytorch-lightning_version" in ckpt.values:
+        own = _find_other_lightning_entries(ckpt, meta, placed)
+        placed |= set(own.values())
+        meta |= {at: ckpt.leaves()[p] for at, p in own.items()}
     state = replace(ckpt.only(["model", "optim"]), origin={}, ranks={}, notes=[])
     keys = {"model": "state_dict", "optim": "optimizer_0"}
 
@@ -563,10 +580,35 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
         ("", write_dcp(state, source, replace(options, own=None, tree=tree))),
     ]
     out = join_drafts("lightning", ckpt, parts, options, world)
+    turn_positions_into_keys(
+        out, (p for paths, _ in _list_schedulers(ckpt) for p in paths if str(p[1]).isdecimal()), back=True
+    )
     out.dropped += lost
     out.notes += [*describe_other_schedulers(ckpt), *notes, *kept]
     out.synthesized_values |= {joined(p): data for p, data in made.items()}
     return out
+
+
+def _find_other_lightning_entries(ckpt: Checkpoint, meta: Mapping[Path, object], placed: set[Path]) -> dict[Path, Path]:
+    """Return {path in meta.pt: canonical path} of the state that Lightning saved under keys of the job's own: the
+    classes of its precision plugin and data module, and what `on_save_checkpoint` of its module added.
+
+    Args:
+        ckpt: what is written.
+        meta: the leaves that meta.pt has already, by path.
+        placed: the canonical paths of those.
+    """
+    found: dict[Path, Path] = {}
+    for p in ckpt.leaves():
+        if p[0] in ("model", "optim", "scheduler") or p in placed:
+            continue
+        bare = not ckpt.origin and p[0] in ("extra", "trainer") and len(p) > 1  # it came by way of another layout
+        at = p[1:] if bare else original_path(p, ckpt.origin)
+        if not any(at[:1] == q[:1] for q in meta):
+            found[at] = p
+    read = name_tree_beside_model({**meta, **found}).leaves
+    astray = {at[0] for at, p in found.items() if read.get(p) != p}
+    return {at: p for at, p in found.items() if at[0] not in astray}
 
 
 def _make_loop_state(step: int) -> dict[str, object]:

@@ -742,6 +742,79 @@ def test_state_of_another_shape_and_other_counters_are_kept(tmp_path: Path) -> N
             assert {t.dtype for n, t in tensors.items() if n.endswith("ema")} == {"bfloat16"}
 
 
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"state": {0: {"seen": 1}, 2: {"seen": torch.ones(2)}}, "step": 3},
+        {"state": {0: {"m": torch.ones(2)}, 5: {"m": 1.0}}, "param_groups": [{"params": [0, 1], "lr": 0.1}], "of": "d"},
+    ],
+)
+def test_numbers_as_keys_of_registered_state_stay_numbers(state: dict[str, Any], tmp_path: Path) -> None:
+    """Under the key "state", which an optimizer has too, whose parameters get names."""
+    source = tmp_path / "state"
+    shutil.copytree(folder("accelerate_fsdp2_full"), source)
+    torch.save(state, source / "custom_checkpoint_0.pkl")
+    ckpttool.convert(source, tmp_path / "by", to="trainer", world_size=2)
+    ckpttool.convert(tmp_path / "by", tmp_path / "back", to="accelerate", world_size=2)
+    found = torch.load(tmp_path / "back" / "custom_checkpoint_0.pkl", weights_only=True)
+    assert same_value(found, state)
+
+
+def test_two_entries_of_a_file_with_one_name_are_refused(tmp_path: Path) -> None:
+    source = tmp_path / "state"
+    shutil.copytree(folder("accelerate_fsdp2_full"), source)
+    torch.save({"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}, source / "custom_checkpoint_0.pkl")
+    with pytest.raises(Unsupported, match=r'two entries of .*custom_checkpoint_0\.pkl are named "extra\.a\.b"'):
+        ckpttool.convert(source, tmp_path / "out", to="accelerate", world_size=2)
+
+
+@pytest.mark.parametrize("by", ["full", "dcp"])
+def test_nested_counters_of_trainer_come_back_by_way_of_a_state_dict(by: str, tmp_path: Path) -> None:
+    """The log and the callbacks' states, which a reader of state dicts takes apart; older transformers have no batch size."""
+    source = tmp_path / "checkpoint-3"
+    shutil.copytree(folder("trainer_fsdp2_sharded"), source)
+    counters = json.loads((source / "trainer_state.json").read_text())
+    early = {"args": {"early_stopping_patience": 3}, "attributes": {"early_stopping_patience_counter": 2}}
+    counters["stateful_callbacks"]["EarlyStoppingCallback"] = early
+    counters |= {"log_history": [{"loss": 2.5, "step": 1}, {}], "trial_params": {"lr": [{"a": None}]}}
+    (source / "trainer_state.json").write_text(json.dumps(counters | {"train_batch_size": None}))
+    middle = tmp_path / ("by.pt" if by == "full" else "by")
+    ckpttool.convert(source, middle, to=by, world_size=2 if by == "dcp" else None)
+    ckpttool.convert(middle, tmp_path / "back", to="trainer", world_size=2)
+    found = json.loads((tmp_path / "back" / "trainer_state.json").read_text())
+    assert found == counters | {"train_batch_size": 1}
+    assert ckpttool.diff(source, tmp_path / "back").only_in_a == []
+
+
+@pytest.mark.parametrize("by", ["lightning", "dcp"])
+def test_lightning_gets_back_what_a_job_saved_under_keys_of_its_own(by: str, tmp_path: Path) -> None:
+    """Of its precision plugin and data module, and what a module added, though it looks like weights or counters."""
+    source = tmp_path / "job.ckpt"
+    shutil.copytree(TRAINERS / "lightning_w2", source)
+    meta = torch.load(source / "meta.pt", weights_only=True)
+    meta |= {
+        "FSDPPrecision": {"scale": 2.0, "_growth_tracker": 1}, "Rows": {"seen": 3}, "queue": torch.arange(3),
+        "ema": {"net.weight": torch.ones(2)}, "step": 5, "train_dataloader": {"at": 1}, "extra": {"a": None},
+        "optimizer": {"state": {}, "param_groups": []},
+    }  # fmt: skip
+    torch.save(meta, source / "meta.pt")
+    ckpttool.convert(source, tmp_path / "by", to=by, world_size=2)
+    ckpttool.convert(tmp_path / "by", tmp_path / "back", to="lightning", world_size=2)
+    assert same_value(torch.load(tmp_path / "back" / "meta.pt", weights_only=True), meta)
+    assert not (tmp_path / "back" / "ckpttool_state.pt").exists()
+
+
+def test_two_schedulers_go_to_lightning_and_back(tmp_path: Path) -> None:
+    source = tmp_path / "state"
+    shutil.copytree(folder("accelerate_fsdp2_full"), source)
+    torch.save({"last_epoch": 1}, source / "scheduler_1.bin")
+    ckpttool.convert(source, tmp_path / "by", to="lightning", world_size=2)
+    listed = torch.load(tmp_path / "by" / "meta.pt", weights_only=True)["lr_schedulers"]
+    assert listed[1] == {"last_epoch": 1} and listed[0] == torch.load(source / "scheduler.bin", weights_only=True)
+    ckpttool.convert(tmp_path / "by", tmp_path / "back", to="accelerate", world_size=2)
+    assert torch.load(tmp_path / "back" / "scheduler_1.bin", weights_only=True) == listed[1]
+
+
 def test_counters_of_trainer_come_back_from_a_directory_of_lightning(tmp_path: Path) -> None:
     """Lightning counts whole epochs; Trainer's half of one is kept beside its own."""
     source = folder("trainer_fsdp2_sharded")
