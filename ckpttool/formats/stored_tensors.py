@@ -183,7 +183,7 @@ def flatten_tree(tree: object, path: Path = ()) -> Leaves:
     return found
 
 
-def _flatten(path: Path, x: Any, out: dict[Path, object], of_optimizer: bool = True) -> bool:
+def _flatten(path: Path, x: Any, out: dict[Path, object], of_optimizer: bool = False) -> bool:
     """Add the leaves of `x`, which is at `path`, to `out`, {path: leaf}; return whether `x` was flattened, or is itself
     a leaf. A dict `x` called "state" may be that of an optimizer with numbers if `of_optimizer` is set.
 
