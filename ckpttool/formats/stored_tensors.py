@@ -185,7 +185,7 @@ def flatten_tree(tree: object, path: Path = ()) -> Leaves:
 
 def _flatten(path: Path, x: Any, out: dict[Path, object], of_optimizer: bool = False) -> bool:
     """Add the leaves of `x`, which is at `path`, to `out`, {path: leaf}; return whether `x` was flattened, or is itself
-    a leaf. A dict `x` called "state" may be that of an optimizer with numbers if `of_optimizer` is set.
+    a leaf. `of_optimizer` says whether param groups are beside `x`, so that a dict called "state" is an optimizer's.
 
     A list is flattened if one of its items is, or is a tensor; DCP's planner has no keys for the items of other lists,
     such as [{}], [{6: 1}] or [[[1]]].
@@ -194,7 +194,7 @@ def _flatten(path: Path, x: Any, out: dict[Path, object], of_optimizer: bool = F
         for k, v in x.items():
             _flatten((*path, k), v, out, "param_groups" in x)
         return True
-    if of_optimizer and _is_optimizer_state(path, x):
+    if _is_optimizer_state(path, x, of_optimizer):
         for k, v in x.items():
             _flatten((*path, Number(str(k))), v, out)
         return True
@@ -290,15 +290,16 @@ def _holds_array(x: object) -> bool:
     return False
 
 
-def _is_optimizer_state(path: Path, x: object) -> bool:
+def _is_optimizer_state(path: Path, x: object, has_groups: bool) -> bool:
     """Return whether a value at `path` is the state of an optimizer that numbers its parameters, {0: {"exp_avg": ...}},
-    to which names are given later."""
+    to which names are given later: with param groups beside it (`has_groups`), or with tensors for every number."""
     return (
         isinstance(x, dict)
         and bool(x)
         and path[-1:] == ("state",)
         and all(type(k) is int for k in x)
         and all(isinstance(v, dict) for v in x.values())
+        and (has_groups or all(any(isinstance(t, StoredTensor) for t in v.values()) for v in x.values()))
     )
 
 
