@@ -213,8 +213,8 @@ def verify(
             out.notes += opened.note_unproved(argument("read_data", True))
             return out
         found = _verify_data(opened, path, options, workers, progress, out)
-    if against is not None:
-        _verify_against(opened, found, against, workers, progress, out)
+        if against is not None:
+            _verify_against(opened, found, against, workers, progress, out)
     return out
 
 
