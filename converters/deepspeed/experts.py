@@ -567,21 +567,23 @@ def read_stage0_experts(reading: SaveReader, model: File, experts: Experts) -> C
         )
     like = _merge_optimizers(reading, model, experts, files, parts, sizes)
     reading.add_model_state([model])
-    whole = parts[0].whole
-    if whole.get("dynamic_loss_scale") or whole.get("cur_scale", 1) != 1:
-        for key in set(whole) - {"optimizer_state_dict", "fp32_groups"}:
-            reading.add_leaves(("scaler", key), whole[key], files[0])
+    scaler = parts[0].scaler
+    if scaler.get("dynamic_loss_scale") or scaler.get("cur_scale", 1) != 1:
+        reading.add_leaves(("scaler",), scaler, files[0])
+    for key, x in parts[0].rest.items():
+        reading.add_leaves(("optim", key), x, files[0])
     return reading.build_checkpoint("zero0", world, tuple(like))
 
 
 class _Stage0(NamedTuple):
-    """The optimizer of an expert parallel rank: `optimizer` of its file, the state by number, the param groups, and the
-    masters by group, None where it has none."""
+    """The optimizer of an expert parallel rank: the loss scaler beside it, {} where it has none, the state by number,
+    the param groups, the masters by group, None where it has none, and what else the optimizer saved."""
 
-    whole: dict[str, Any]
+    scaler: dict[str, Any]
     state: dict[Any, Any]
     groups: list[dict[str, Any]]
     masters: list[list[Any]] | None
+    rest: dict[str, Any]
 
 
 def _parse_stage0_optimizer(f: File) -> _Stage0:
@@ -605,7 +607,10 @@ def _parse_stage0_optimizer(f: File) -> _Stage0:
         ]
     if not good or not all(isinstance(x, dict) for x in state.values()):
         raise Corrupt(f"{f.what}: its optimizer is not one of torch, or its masters do not fit it.", code="CKPT0417")
-    return _Stage0(whole, state, groups, masters)
+    known = ("optimizer_state_dict", "fp32_groups", "state", "param_groups")
+    scaler = {} if inner is whole else {str(k): x for k, x in whole.items() if k not in known}
+    rest = {str(k): x for k, x in inner.items() if k not in known}
+    return _Stage0(scaler, state, groups, masters, rest)
 
 
 def _parse_expert_parallel_size(f: File, group: dict[str, object]) -> int:
@@ -640,10 +645,18 @@ def _merge_optimizers(
         The names of the parameters, in the order of their new numbers.
 
     Raises:
-        Corrupt: the ranks' param groups differ.
+        Corrupt: the ranks' param groups or loss scalers differ.
         Unsupported: the order of the parameters in the param groups cannot be determined.
     """
     groups, ranks, most = parts[0].groups, experts.ranks, max(sizes)
+    for f, own in zip(files, parts, strict=True):
+        mine, theirs = ({"loss scaler": x.scaler, "param_groups": x.groups, **x.rest} for x in (parts[0], own))
+        for key in mine | theirs:
+            if not are_values_equal(mine.get(key), theirs.get(key), files[0], f):
+                raise Corrupt(
+                    f"{f.what}: {key} differs from that of {files[0].name}. The files are from different saves.",
+                    code="CKPT0409",
+                )
     names = _match_group_names(reading, model, experts, files[0], parts[0], sizes)
     like: list[str] = []
     unlike: set[str] = set()
@@ -655,16 +668,12 @@ def _merge_optimizers(
         # the files are of the ranks with part 0 in groups of `most` ranks
         home = [ranks.split(ranks.join(r, 0, ranks.world // most), ranks.world // size)[0] for r in range(most)]
         for k, (f, own) in enumerate(zip(files, parts, strict=True)):
-            if not are_values_equal(groups, own.groups):
-                raise Corrupt(
-                    f"{f.what}: param_groups differ from those of {files[0].name}. The files are from different saves.",
-                    code="CKPT0409",
-                )
             first = home.index(home[k])
             for j, (number, local) in enumerate(zip(group["params"], names[i], strict=True)):
                 name = experts.global_name(local, home[k], size)
                 if first != k:
-                    if not are_values_equal(parts[first].state.get(number), own.state.get(number), files[first], f):
+                    a, b = ((x.state.get(number), x.masters and x.masters[i][j]) for x in (parts[first], own))
+                    if not are_values_equal(a, b, files[first], f):
                         unlike.add(name)
                     continue
                 if own.masters is not None and isinstance(t := own.masters[i][j], StoredTensor):

@@ -116,7 +116,10 @@ OWN = frozenset(
 MAYBE = ("lr_scheduler", "data_sampler", "random_ltd")
 
 #: Keys on which all ranks of one save agree.
-_SAME = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "param_shapes")
+_SAME = (
+    *("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"),
+    *("param_shapes", "frozen_param_shapes"),
+)
 
 
 def list_client_keys(scheduler: object) -> tuple[str, ...]:
@@ -478,7 +481,7 @@ def refuse_mixed_saves(files: Sequence[File]) -> None:
     if odd is not None:
         rank, key = odd
         a, b = files[0].tree.get(key), files[rank].tree.get(key)
-        shown = f"{short(b)}, rank 0 says {short(a)}" if key != "param_shapes" else "other than rank 0's"
+        shown = f"{short(b)}, rank 0 says {short(a)}" if "param_shapes" not in key else "other than rank 0's"
         raise Corrupt(
             f"{files[rank].what}: {key} is {shown}. The files are from different saves; fetch all of one save again.",
             code="CKPT0409",

@@ -280,6 +280,9 @@ class SaveReader:
         listed = self._read_model_names(models)
         for name, t in listed.module.items():
             self._add_module_entry(name, t, listed, models)
+        for rank, f in enumerate(models[1:], 1):  # what rank 0 does not have is no buffer: those are listed
+            of_rank = rank * self.tensor_ranks + self.tensor_rank
+            self.others += [(str(n), of_rank, 0) for n in f.get("module", dict) if n not in listed.module]
         for name, stack in self.stacks.items():
             self.model[name] = self.masters.get(name, stack)
             if self.model[name].dtype != stack.dtype:
@@ -431,7 +434,7 @@ class SaveReader:
             Unsupported: a key is not text.
         """
         first = files[0]
-        differing: list[str] = []
+        differing, lacking = list[str](), list[str]()
         for key in dict.fromkeys(k for f in files for k in f.tree):
             if not isinstance(key, str):
                 raise Unsupported(f"{first.what}: a key {short(key)} that is not text.", code="CKPT0307")
@@ -458,6 +461,13 @@ class SaveReader:
                 differing.append(key)
             for rank, f in others:
                 self.add_leaves(("per_rank", str(rank), key), f.tree[key], f)
+            if any(key not in f.tree for f in files) and value is not None:
+                lacking.append(key)
+        if lacking:
+            self.notes.append(
+                f"not every rank saved {', '.join(sorted(lacking))}; what is written for several ranks has rank 0's in "
+                "the file of each"
+            )
         if differing:
             self.notes.append(
                 f"ranks differ in {', '.join(sorted(differing))}: rank 0's is kept under its name, the others' as "

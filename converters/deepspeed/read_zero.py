@@ -20,9 +20,19 @@ from .files import File, FlatRange
 from .geometry import FlatPlace, Groups, elements_per_rank, partition_parameters
 from .module_state import DERIVED, SaveReader
 from .pipeline import is_pipeline, load_stages
+from .tensor_cuts import INFO
 from .tensor_parallel import read_tensor_ranks
 
 __all__ = ["read"]
+
+#: What an optimizer file holds under optimizer_state_dict: state that is read, or what follows from it and the config.
+_READ = frozenset(
+    (
+        *("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "zero_stage", "ds_version", "partition_count"),
+        *("base_optimizer_state", "base_optimizer_state_step", "single_partition_of_fp32_groups", "group_paddings"),
+        *("param_alignment_paddings", "param_slice_mappings", "optimizer_state_dict", "fp32_flat_groups", INFO),
+    )
+)
 
 
 def read(where: Place, options: ReadOptions) -> Checkpoint:
@@ -59,13 +69,14 @@ def _read_tensor_rank(reading: SaveReader, models: list[File]) -> Checkpoint:
 
 class _Optim(NamedTuple):
     """The optimizer file of a rank, its `optimizer_state_dict`, and of that: masters by flat tensor, state of the base
-    optimizer, its param groups."""
+    optimizer, its param groups, and what else the base optimizer saved."""
 
     file: File
     whole: dict[str, object]
     masters: list[StoredTensor]
     state: dict[int, dict[str, Any]]
     groups: list[dict[str, Any]] | None
+    rest: dict[str, Any]
 
 
 def _load_optimizer_files(
@@ -111,11 +122,12 @@ def _load_optimizer_files(
                 f"{f.what}: {flats} have other dtypes than rank 0's. The files are from different saves.",
                 code="CKPT0409",
             )
-        found = f.get(base, (dict, list), whole)
+        found, rest = f.get(base, (dict, list), whole), dict[str, Any]()
         if isinstance(found, list):  # elastic_checkpoint: the state of each group, no param_groups
             state, groups = dict(enumerate(found)), None
         else:
             state, groups = f.get("state", dict, found), f.get("param_groups", list, found)
+            rest = {str(k): x for k, x in found.items() if k not in ("state", "param_groups")}
         if (
             any(type(k) is not int for k in state)
             or not all(isinstance(v, dict) for v in state.values())
@@ -129,7 +141,7 @@ def _load_optimizer_files(
                 f"{f.what}: optimizer state for {short(list(state))}, but there are {count} flat tensors.",
                 code="CKPT0417",
             )
-        out.append(_Optim(f, whole, masters, state, groups))
+        out.append(_Optim(f, whole, masters, state, groups, rest))
         scaler = ds.read_loss_scaler(out[0].whole)
         if not ds.are_values_equal(out[0].groups, groups) or _list_slot_names(out[0].state) != _list_slot_names(state):
             what = (
@@ -140,11 +152,21 @@ def _load_optimizer_files(
             raise Corrupt(
                 f"{f.what}: {what} differ from rank 0's. The files are from different saves.", code="CKPT0409"
             )
+        if not ds.are_values_equal(out[0].rest, rest, out[0].file, f):
+            raise Unsupported(
+                f"{f.what}: the optimizer keeps {', '.join(sorted(out[0].rest | rest))} beside its state and param "
+                "groups, and ranks differ in it, so it is cut in a way that only the job that wrote it knows.",
+                code="CKPT0327",
+            )
         if not ds.are_values_equal(scaler, ds.read_loss_scaler(whole)):  # ranks agree on every overflow
             raise Corrupt(
                 f"{f.what}: the loss scaler differs from rank 0's. The files are from different saves.", code="CKPT0409"
             )
     reading.rest.update(scaler)
+    if unknown := sorted({str(k) for o in out for k in o.whole} - _READ):
+        reading.notes.append(
+            f"the optimizer files hold {', '.join(unknown)} too, which no known DeepSpeed writes: left out"
+        )
     return out
 
 
@@ -254,15 +276,35 @@ def _add_optimizer(
             for name in members[g]:
                 path = ("optim", "state", name, slot)
                 reading.optim[path] = _join_parts(reading, files, everyone, flats[name], path)
-    groups = optims[0].groups
+    for key, x in optims[0].rest.items():
+        reading.add_leaves(("optim", key), x, files[0])
+    groups, step = optims[0].groups, _read_elastic_step(optims)
     reading.add_param_groups(
-        files[0], [{"params": [g]} for g in range(len(members))] if groups is None else groups, members
+        files[0], [{**step, "params": [g]} for g in range(len(members))] if groups is None else groups, members
     )
     if groups is None:
         reading.notes.append(
             "elastic_checkpoint keeps no hyperparameters: learning rate, betas and so on come from the next job's own "
             "optimizer"
         )
+
+
+def _read_elastic_step(optims: list[_Optim]) -> dict[str, object]:
+    """Return {"step": the step that all param groups share}, which elastic_checkpoint keeps of them where the optimizer
+    counts by group; {} where it has none. `optims` are the optimizer files of all ranks.
+
+    Raises:
+        Corrupt: ranks have different ones.
+    """
+    steps = [o.whole.get("base_optimizer_state_step") for o in optims]
+    for o, step in zip(optims, steps, strict=True):
+        if not ds.are_values_equal(step, steps[0], o.file, optims[0].file):
+            raise Corrupt(
+                f"{o.file.what}: base_optimizer_state_step is {short(step)}, rank 0 has {short(steps[0])}. The files "
+                "are from different saves; fetch all of one save again.",
+                code="CKPT0409",
+            )
+    return {} if steps[0] is None else {"step": steps[0]}
 
 
 def _read_shared_counter(reading: SaveReader, files: list[File], values: list[object], what: str) -> object:
@@ -354,7 +396,7 @@ def _read_pipeline(reading: SaveReader) -> Checkpoint:
     """
     stages, pipeline = load_stages(reading)
     whole, members, first = reading.save, list[list[str]](), None
-    known: list[Any] = []
+    known: dict[str, Any] = {}
     twice: list[str] = []
     replicas: list[Replica] = []
     for number, (model, save) in enumerate(stages):
@@ -371,20 +413,22 @@ def _read_pipeline(reading: SaveReader) -> Checkpoint:
         reading.masters.update(before[0])  # tied layers: those of the first stage
         reading.optim.update(before[1])
         groups = [{k: v for k, v in g.items() if k != "params"} for g in optim.groups or [{} for _ in own]]
+        shared = {"param_groups": groups, "loss_scaler": ds.read_loss_scaler(optim.whole), **optim.rest}
         if first is None:
-            first, known, members = optim, groups, [[] for _ in own]
-        if not ds.are_values_equal(known, groups):
-            raise Unsupported(
-                f"{optim.file.what}: param_groups differ from those of the first stage, so they are not the same "
-                "groups of the whole model.",
-                code="CKPT0325",
-            )
+            first, known, members = optim, shared, [[] for _ in own]
+        for key in known | shared:
+            if not ds.are_values_equal(known.get(key), shared.get(key), first.file, optim.file):
+                raise Unsupported(
+                    f"{optim.file.what}: {key} differs from that of the first stage, so it is not one of the whole "
+                    "model.",
+                    code="CKPT0325",
+                )
         members = [a + [n for n in b if n not in twice] for a, b in zip(members, own, strict=True)]
     reading.save = whole
     assert first is not None
     reading.add_model_state([model for model, _ in stages])
     reading.tensor_ranks = len(stages)  # files are numbered as theirs are
-    numbered = [{**g, "params": [k]} for k, g in enumerate(known)]
+    numbered = [{**g, "params": [k]} for k, g in enumerate(known["param_groups"])]
     reading.add_param_groups(first.file, numbered, members)
     if twice:
         reading.notes.append(

@@ -130,6 +130,9 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
                 reading.optim[path] = (
                     reading.whole_tensor(state, x, path) if isinstance(x, StoredTensor) else Value(path, x)
                 )
+    for key, x in base.items() if isinstance(base, dict) else ():
+        if key not in ("state", "param_groups"):
+            reading.add_leaves(("optim", str(key)), x, state)
     reading.add_param_groups(state, listed, members)
     return reading.build_checkpoint("universal", None)
 

@@ -19,6 +19,7 @@ from ckpttool.converters.deepspeed import write_experts
 from commands import ckpttool_here
 from peers import FIXTURES, load_full
 from ranks import torchrun
+from zero_files import LossScaler, edit
 
 import ckpttool
 from ckpttool.errors import Corrupt, Unsupported, UsageError
@@ -411,6 +412,12 @@ def _rename_to_number(tree: dict[str, Any]) -> None:
         places[0] = places.pop(next(iter(places)))
 
 
+def _scale_second_stage(folder: Path) -> None:
+    scaler = LossScaler(cur_scale=8.0, dynamic=False)
+    for file in folder.glob("*_mp_rank_01_optim_states.pt"):
+        edit(file, lambda t: t["optimizer_state_dict"].update(loss_scaler=scaler))
+
+
 EXPERT = "layer_{}_expert_{}_mp_rank_00_model_states.pt"
 MODEL = "mp_rank_00_model_states.pt"
 DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
@@ -440,6 +447,11 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
         "lists other parts",
     ),
     "a lost optimizer of experts": ("moe_z0_ep2_w2", _remove("expp_rank_1_mp_rank_00_optim_states.pt"), "expp_rank_0"),
+    "experts with another loss scale, without ZeRO": (
+        "moe_z0_ep2_w2",
+        _edit("expp_rank_1_mp_rank_00_optim_states.pt", lambda t: t["optimizer"].update(cur_scale=8.0)),
+        "loss scaler differs",
+    ),
     "an optimizer without ZeRO beside one with": (
         "moe_z1_ep2_w2",
         lambda folder: torch.save({"optimizer": {"state": {}}}, folder / "expp_rank_0_mp_rank_00_optim_states.pt"),
@@ -453,6 +465,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     ),
     "a lost layer": ("pipeline_z1_pp2_w4", _remove("layer_03-model_states.pt"), "layer_03"),
     "a lost stage": ("pipeline_z1_pp2_w4", _remove("mp_rank_01_model_states.pt"), "mp_world_size is 2"),
+    "a stage with another loss scale": ("pipeline_z1_pp2_w4", _scale_second_stage, "loss_scaler differs"),
     "a tensor parallel layer": (
         "pipeline_z1_pp2_w4", _rename("layer_03-model_states.pt", "layer_03-model_01-model_states.pt"), "parallel rank 1",
     ),
@@ -466,6 +479,14 @@ def test_a_damaged_save_is_refused_with_the_file(case: str, saves: Path, tmp_pat
     change(tmp_path / "ck" / "global_step3")
     with pytest.raises((Corrupt, Unsupported), match=re.escape(text)):
         ckpttool.open(tmp_path / "ck").close()
+
+
+def test_masters_that_differ_between_expert_parallel_ranks_are_said(saves: Path, tmp_path: Path) -> None:
+    shutil.copytree(saves / "moe_z0_ep2_w2" / "ck", tmp_path / "ck")
+    change = _edit("expp_rank_1_mp_rank_00_optim_states.pt", lambda t: t["optimizer"]["fp32_groups"][0][0].add_(1))
+    change(tmp_path / "ck" / "global_step3")
+    with ckpttool.open(tmp_path / "ck") as opened:
+        assert any("ranks differ in the state of 1 parameters" in n for n in opened.checkpoint.notes)
 
 
 def test_the_weights_of_a_save_without_zero_are_read_alone(saves: Path) -> None:

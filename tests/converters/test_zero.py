@@ -258,6 +258,45 @@ def test_elastic_saves_hold_no_hyperparameters_and_that_is_said(tmp_path: Path) 
     assert any("elastic_checkpoint keeps no hyperparameters" in n for n in done.notes)
 
 
+def test_the_step_that_elastic_saves_have_of_their_groups_is_kept(tmp_path: Path) -> None:
+    folder = zero12(awkward(), tmp_path / "in", 2, 1, elastic=True)
+    for rank in range(2):
+        file = save_of(folder) / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        edit(file, lambda t: t["optimizer_state_dict"].update(base_optimizer_state_step=7))
+    assert {g["step"] for g in read(folder)[0]["optim"]["param_groups"]} == {7}
+
+
+@pytest.mark.parametrize("make", [zero12, zero3, universal])
+def test_what_an_optimizer_keeps_beside_its_state_is_read_and_never_left_out_unsaid(make: Any, tmp_path: Path) -> None:
+    """As wrappers of optimizers do, such as Lookahead with its slow weights."""
+    folder = make(plain(), tmp_path / "in", 2)
+    for file in [*folder.glob("*/*_optim_states.pt"), *folder.glob("*/zero/optimizer_state.pt")]:
+        key = "base_optimizer_state" if make is zero12 else "optimizer_state_dict"
+        outer = (lambda t: t) if make is universal else (lambda t: t["optimizer_state_dict"])
+        edit(file, lambda t, key=key, outer=outer: outer(t)[key].update(slow={"step": 2}))
+    assert read(folder)[0]["optim"]["slow"] == {"step": 2}
+    with pytest.raises(Unsupported, match=r'cannot hold .*"optim\.slow\.step"'):
+        ckpttool.convert(folder, tmp_path / "out", to="zero3", world_size=2)
+
+
+def test_entries_of_the_module_that_rank_0_lacks_are_listed_as_left_behind(tmp_path: Path) -> None:
+    folder = zero3(plain(), tmp_path / "in", 2)
+    file = save_of(folder) / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    edit(file, lambda t: t["module"].update({"x._extra_state": {"amax": 2.0}}))
+    done = ckpttool.convert(folder, tmp_path / "out", to="dcp", world_size=2)
+    assert [name for name, *_ in done.dropped] == ["extra.per_rank.1.model.x._extra_state"]
+
+
+def test_what_some_ranks_do_not_save_and_what_no_deepspeed_writes_is_said(tmp_path: Path) -> None:
+    folder = zero3(plain(client={"epoch": 2}), tmp_path / "in", 2)
+    edit(save_of(folder) / "zero_pp_rank_1_mp_rank_00_model_states.pt", lambda t: t.pop("epoch") and None)
+    file = save_of(folder) / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    edit(file, lambda t: t["optimizer_state_dict"].update(averages=1))
+    tree, done = read(folder)
+    assert tree["epoch"] == 2
+    assert sum("not every rank saved epoch;" in n or "hold averages too" in n for n in done.notes) == 2
+
+
 def test_round_robin_saves_lie_in_the_order_of_param_shapes_whatever_the_slices_say(tmp_path: Path) -> None:
     job = awkward()
     folder = zero12(job, tmp_path / "in", 3, orders=[g[::-1] for g in job.groups])
