@@ -389,7 +389,8 @@ def explain_diverged_replicas(ckpt: Checkpoint, rows: Sequence[OtherCopy]) -> st
 
 
 def find_diverged_replicas(ckpt: Checkpoint) -> list[OtherCopy]:
-    """Find the replicas that should equal the kept ones: of weights and optimizer state, but not of module statistics.
+    """Find the replicas that should equal the kept ones: of weights, optimizer state and gradient scalers, but not of
+    module statistics.
 
     A tensor of the model that every rank saved completely counts as a buffer, which each rank may have its own of, if
     the weights are sharded and the optimizer does not know it.
@@ -405,7 +406,7 @@ def find_diverged_replicas(ckpt: Checkpoint) -> list[OtherCopy]:
         """Tell whether each rank may have numbers of its own in a tensor."""
         fqn = t.local_name
         if t.component != "model" or "float" not in t.dtype or fqn.rpartition(".")[2] in _STATISTICS:
-            return t.component != "optim"
+            return t.component not in ("optim", "scaler")
         return sharded and len(t.chunks) == 1 and fqn not in trained
 
     return [o for o in ckpt.others if o.name in kept and not is_own(kept[o.name])]

@@ -11,7 +11,7 @@ from ckpttool.by_fields import ByFields
 from ckpttool.errors import CkpttoolError, Corrupt, Unsupported, argument
 from ckpttool.formats import stored_tensors, torch_zip
 from ckpttool.formats.pickles import short
-from ckpttool.index.checkpoint import Checkpoint, Leaves, Path, Salvage, TensorEntry, joined
+from ckpttool.index.checkpoint import Checkpoint, Leaves, Path, Replica, Salvage, TensorEntry, joined
 from ckpttool.index.names import CanonicalState, original_path
 from ckpttool.index.records import Records
 from ckpttool.index.trees import nest
@@ -114,12 +114,12 @@ class DistCheckpointing:
         for section in sections:
             state.add_section(section, buckets)
             state.add_common(section, options)
-        _add_rank_objects(state.leaves, state.objects)
+        replicas = _add_rank_objects(state.leaves, state.objects, state.ranks)
         name_param_groups(state.leaves, state.notes)
         named = CanonicalState(state.leaves, {}, TRAINER, state.notes)
         out = checkpoint_of(named, "megatron", source.root, state.world, state.files, source)
         out.records, out.ranks, out.spreads_tensors, out.tails = state.records, state.ranks, True, state.tails
-        out.salvage = Salvage(missing=state.lost) if state.lost else None
+        out.salvage, out.replicas = Salvage(missing=state.lost) if state.lost else None, replicas
         if buckets and not options.salvage:
             self._with_buckets = replace(out, tensors=dict(out.tensors), values=dict(out.values))
         return out
@@ -417,10 +417,20 @@ def _may_be_flat_ranges(tensors: Mapping[str, TensorEntry], name: str, key: Key)
 # --------------------------------------------------------------------------------------------------------- objects
 
 
-def _add_rank_objects(leaves: Leaves, objects: Mapping[str, Mapping[Path, object]]) -> None:
+def _add_rank_objects(
+    leaves: Leaves, objects: Mapping[str, Mapping[Path, object]], ranks: Mapping[int, int]
+) -> list[Replica]:
     """Add the objects that ranks saved to `leaves`: random states, the common state of newer versions, param groups.
 
-    Param groups are objects in the format `dp_reshardable`. `objects` is {key: {path inside the object: leaf}}.
+    Param groups are objects in the format `dp_reshardable`.
+
+    Args:
+        leaves: {canonical path: leaf}.
+        objects: {key: {path inside the object: leaf}}.
+        ranks: {number of a file: the rank that wrote it}.
+
+    Returns:
+        The tensors of gradient scalers of which `leaves` has that of another data-parallel group.
 
     Raises:
         Unsupported: the optimizer is one object for each data-parallel group, or an object holds tensors where it must
@@ -428,6 +438,7 @@ def _add_rank_objects(leaves: Leaves, objects: Mapping[str, Mapping[Path, object
         Corrupt: an object is not stored as Megatron-Core does it.
     """
     groups: dict[str, tuple[Any, int]] = {}
+    replicas: list[Replica] = []
     for key, inside in objects.items():
         path, chained = parse_object_key(key)
         if key.startswith(_COMMON):
@@ -441,7 +452,8 @@ def _add_rank_objects(leaves: Leaves, objects: Mapping[str, Mapping[Path, object
         elif (what := str(path[3]).partition(".")[0]) == "optimizer":
             groups[key] = _unwrap_object(inside, key), chained
         elif what == "grad_scaler":
-            _add_stored_scaler(leaves, inside, key, chained)
+            copies = _add_stored_scaler(leaves, inside, key, chained)
+            replicas += [Replica(joined(a.path), ranks.get(b.chunks.file[0], 0), a, b) for a, b in copies]
         elif what not in ("per_bucket_numel", "per_bucket_numel_unpadded"):  # lengths of what lies there
             raise Unsupported(
                 f'The optimizer is stored as "{key}", one object for each data-parallel group '
@@ -451,13 +463,16 @@ def _add_rank_objects(leaves: Leaves, objects: Mapping[str, Mapping[Path, object
             )
     if groups:
         _add_param_groups(leaves, groups)
+    return replicas
 
 
-def _add_stored_scaler(leaves: Leaves, inside: Mapping[Path, object], key: str, chained: int) -> None:
+def _add_stored_scaler(
+    leaves: Leaves, inside: Mapping[Path, object], key: str, chained: int
+) -> list[tuple[TensorEntry, TensorEntry]]:
     """Add a gradient scaler that a data-parallel group saved to `leaves`, under the paths of `parse_common_state`.
 
     Every data-parallel group saves the scaler of an optimizer, which all of them update alike. The first group's is
-    added; the values of the others are compared with it, and their tensors are not.
+    added, and the values of the others are compared with it.
 
     Args:
         leaves: {canonical path: leaf}.
@@ -465,22 +480,29 @@ def _add_stored_scaler(leaves: Leaves, inside: Mapping[Path, object], key: str, 
         key: the key of the object.
         chained: number of its optimizer in the chain, 0 if there is only one.
 
+    Returns:
+        [(tensor in `leaves`, this group's copy of it)].
+
     Raises:
         Unsupported: another group counted other overflows.
         Corrupt: the object is not stored as Megatron-Core does it.
     """
     of: Path = ("scaler", CHAINED, str(chained)) if chained else ("scaler",)
     whole = _unwrap_object(inside, key, may_have_tensors=True)
+    copies = []
     for p, x in inside.items():
         at = (*of, *p[1:])
         new = whole if not p else replace(x, path=at) if isinstance(x, TensorEntry) else x
         first = leaves.setdefault(at, new)
-        if first != new and not (isinstance(first, TensorEntry) and isinstance(new, TensorEntry)):
+        if isinstance(first, TensorEntry) and isinstance(new, TensorEntry):
+            copies += [(first, new)] if first is not new else []
+        elif first != new:
             raise Unsupported(
                 f'"{key}" holds another gradient scaler than an object before it, so the ranks did not train with one '
                 "optimizer.",
                 code="CKPT0328",
             )
+    return copies
 
 
 def _add_param_groups(leaves: Leaves, groups: Mapping[str, tuple[object, int]]) -> None:

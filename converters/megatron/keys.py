@@ -370,10 +370,14 @@ def replace_unnamed_optimizer(
     out.tensors = {n: t for n, t in out.tensors.items() if BUCKETS not in t.path}
     out.values = dict(out.values)
     out.notes = [*out.notes, *notes]
-    leaves = {**out.leaves(), **{p: leaf for p, leaf in named.items() if p[0] in components}}
+    # the arguments, which say of groups who is in them, also where they were not asked for
+    arguments = {("extra", "args", *p): x for p, x in out.arguments.items()}
+    leaves = {**arguments, **out.leaves(), **{p: leaf for p, leaf in named.items() if p[0] in components}}
     if "optim" in components:
         name_param_groups(leaves, out.notes)
     for path, leaf in leaves.items():
+        if path in arguments:
+            continue
         if isinstance(leaf, TensorEntry):
             out.tensors[joined(path)] = leaf
         else:

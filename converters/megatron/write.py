@@ -494,10 +494,16 @@ def _build_optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str], 
             != (g.get("wd_mult", g.get("pre_wd_mult")) == 0.0)
         ]
         if odd:
+            what_to_do = "Leave the optimizer out, or change the groups in the job that saves."
+            if not (qk_norms_decay or has_no_weight_decay(odd[0], ckpt.tensors[f"model.{odd[0]}"].shape, True)):
+                what_to_do = (
+                    "A job with apply_wd_to_qk_layernorm does not, and extra.args, which says so, is not in what is "
+                    f"converted: {argument('only', ['model', 'optim', 'extra'])} keeps it, here and in conversions "
+                    "before this one."
+                )
             raise Unsupported(
                 f'"{odd[0]}" is in a param group with{"out" if g.get("wd_mult") == 0.0 else ""} weight decay, and '
-                "Megatron-Core would put it into the other one when it loads. Leave the optimizer out, or change the "
-                "groups in the job that saves.",
+                f"Megatron-Core would put it into the other one when it loads. {what_to_do}",
                 code="CKPT0316",
             )
         if steps and not muon and g.setdefault("step", step := next(iter(steps))) != step:

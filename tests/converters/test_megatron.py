@@ -188,6 +188,9 @@ def test_norms_of_queries_and_keys_are_in_the_group_that_the_arguments_say(
         with ckpttool.open(path) as opened:
             found = {v.group: set(v.data) for v in opened.checkpoint.values.values() if v.option == "params"}
         assert found == {0: model.keys() - bare, 1: bare}
+    if said:
+        with pytest.raises(Unsupported, match=r"A job with apply_wd_to_qk_layernorm does not, .*'extra'\] keeps it"):
+            ckpttool.convert(before, tmp_path / "alone", to="megatron", world_size=2, only=["model", "optim"])
 
 
 def test_inspect_names_the_trainer_and_what_to_do_next() -> None:
@@ -221,6 +224,29 @@ def test_the_moments_alone_are_found_by_the_weights(tmp_path: Path) -> None:
         f"optim.{n}.{s}": t for n, slots in tree["optim"]["state"].items() for s, t in slots.items() if s != "step"
     }
     assert difference(found, {k: t for k, t in truth("buckets_tp2").items() if k.startswith("optim.")}) == []
+
+
+@pytest.mark.parametrize("only", [None, ["optim"], ["model", "optim"]])
+def test_param_groups_beside_buckets_follow_the_arguments_that_only_leaves_out(
+    only: list[str] | None, tmp_path: Path
+) -> None:
+    step, old = tmp_path / "a", "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"
+    new = "decoder.layers.0.self_attention.q_layernorm.weight"
+    shutil.copytree(folder("buckets_dp3"), step)
+    stored = FileSystemReader(step).read_metadata()
+    stored.state_dict_metadata = {new if k == old else k: x for k, x in stored.state_dict_metadata.items()}
+    stored.storage_data = {
+        MetadataIndex(new, k.offset, k.index) if k.fqn == old else k: x for k, x in stored.storage_data.items()
+    }
+    with (step / ".metadata").open("wb") as f:
+        pickle.dump(stored, f)
+    common = common_of(step)
+    common["args"].apply_wd_to_qk_layernorm = True
+    torch.save(common, step / "common.pt")
+    ckpttool.convert(step, tmp_path / "out.pt", to="full", only=only)
+    tree = load_full(tmp_path / "out.pt")
+    assert [g["wd_mult"] for g in tree["optim"]["param_groups"] if new in g["params"]] == [1.0]
+    assert only is None or "extra" not in tree
 
 
 def altered(case: str, to: Path, changes: dict[str, Callable[[Tensor], Tensor]]) -> Path:
@@ -713,7 +739,11 @@ def test_the_gradient_scaler_beside_buckets_is_that_of_the_optimizer(tmp_path: P
         add_item(tmp_path / "a", key, scaler(4096.0, 7))
     ckpttool.convert(tmp_path / "a", tmp_path / "out", to="megatron", world_size=2)
     assert common_of(tmp_path / "out")["optimizer"]["grad_scaler"] == scaler(4096.0, 7)
-    add_item(tmp_path / "a", "optimizer.distributed.dp_group_idx_1.grad_scaler/shard_0_1", scaler(4096.0, 8))
+    key = "optimizer.distributed.dp_group_idx_1.grad_scaler/shard_0_1"
+    add_item(tmp_path / "a", key, scaler(8192.0, 7))
+    with pytest.raises(Corrupt, match=r'copies of 1 of \d+ tensors differ.*first is "scaler\.scale"'):
+        ckpttool.verify(tmp_path / "a")
+    add_item(tmp_path / "a", key, scaler(4096.0, 8))
     with pytest.raises(Unsupported, match="another gradient scaler"):
         ckpttool.open(tmp_path / "a")
 
