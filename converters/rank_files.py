@@ -41,6 +41,7 @@ __all__ = [
     "Rank",
     "RankFileGroup",
     "RankParts",
+    "are_leaves_equal",
     "assemble_slot",
     "assemble_tensor",
     "collect_rank_values",
@@ -707,11 +708,11 @@ def merge_other_state(files: Files, groups: dict[str, list[Rank]], taken: Mappin
             parts = [{p: x for p, x in leaves.items() if p[0] == top} for leaves in found]
             head: Path = ("extra", pattern, top) if top in there or any(p[0] == top for p in out) else (top,)
             of_rank = pattern.startswith("extra_state_world_size_") and top == "rng"
-            if not of_rank and all(_are_leaves_equal(files, parts[0], p) for p in parts[1:]):
+            if not of_rank and all(are_leaves_equal(files, parts[0], p) for p in parts[1:]):
                 out.update({(*head, *p[1:]): x for p, x in parts[0].items()})
                 continue
             if top in _COUNTERS:
-                k = next(i for i, p in enumerate(parts) if not _are_leaves_equal(files, parts[0], p))
+                k = next(i for i, p in enumerate(parts) if not are_leaves_equal(files, parts[0], p))
                 raise Corrupt(
                     f'{files.path(ranks[k].file)}: "{top}" is {_describe_first_leaf(parts[k])}, in '
                     f"{files.names[ranks[0].file]} it is "
@@ -729,7 +730,7 @@ def _describe_first_leaf(leaves: Leaves) -> str:
     return short(next(iter(leaves.values()), None))
 
 
-def _are_leaves_equal(files: Files, a: Leaves, b: Leaves) -> bool:
+def are_leaves_equal(files: Files, a: Leaves, b: Leaves) -> bool:
     """Return whether two ranks have equal {path: leaf}. Tensors are compared by their CRC32, or by their first 64 MiB
     without one."""
     if a.keys() != b.keys():

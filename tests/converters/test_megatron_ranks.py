@@ -391,6 +391,7 @@ def odd(where: list[Any], x: Any) -> Callable[[Any], None]:
             "A rank lacks its part",
         ),
         (odd(["fp32_from_fp16_params", 0], lambda copies: copies[1:]), "have fp32 copies"),
+        (odd(["grad_scaler"], {"scale": torch.tensor([8.0]), "growth_tracker": 1}), "the gradient scalers here"),
     ],
 )
 def test_what_megatron_does_not_write_so_is_refused(
@@ -400,6 +401,35 @@ def test_what_megatron_does_not_write_so_is_refused(
     rewrite(source / "mp_rank_01" / MODEL, change)
     with pytest.raises((Corrupt, Unsupported), match=why):
         ckpttool.convert(source, tmp_path / "out.pt", to="full")
+
+
+@pytest.mark.parametrize(
+    ("case", "folder", "key", "name"),
+    [
+        ("ep2", "mp_rank_00_001", ["rng_state", 0, "torch_rng_state"], "rng.shard_0.0_1.1"),
+        (
+            "tp2_plain",
+            "mp_rank_01",
+            ["model", "decoder.layers.0.mlp.linear_fc1._extra_state"],
+            "extra.decoder.layers.0.mlp.linear_fc1._extra_state/shard_0_1",
+        ),
+    ],
+)
+def test_what_ranks_have_of_their_own_beside_the_first_is_listed_as_left_behind(
+    case: str, folder: str, key: list[Any], name: str, unpacked: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Random states of expert parallel ranks, states of Transformer Engine on tensor parallel ones."""
+    source = changed(unpacked, case, tmp_path)
+
+    def change(tree: Any) -> None:
+        at = tree
+        for k in key[:-1]:
+            at = at[k]
+        at[key[-1]] = torch.arange(5)
+
+    rewrite(source / folder / MODEL, change)
+    done = ckpttool.convert(source, tmp_path / "out", to="megatron", world_size=1)
+    assert [n for n, *_ in done.dropped] == [f"extra.per_rank.1.{name}"]
 
 
 def test_a_missing_file_of_the_optimizer_is_named(unpacked: Callable[[str], Path], tmp_path: Path) -> None:

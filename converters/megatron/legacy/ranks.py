@@ -32,13 +32,13 @@ from ckpttool.formats import stored_tensors
 from ckpttool.formats.pickles import short
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index import boxes
-from ckpttool.index.checkpoint import Checkpoint, Chunks, Leaves, Path, TensorEntry
+from ckpttool.index.checkpoint import Checkpoint, Chunks, Leaves, OtherCopy, Path, TensorEntry, joined
 from ckpttool.index.names import CanonicalState
 from ckpttool.index.records import Records
 from ckpttool.layouts import checkpoint_of
 from ckpttool.storage.source import Source
 
-from ...rank_files import Files, find_differing_file, format_step, load_rank_file
+from ...rank_files import Files, are_leaves_equal, find_differing_file, format_step, load_rank_file
 from ..buckets import LocalBoxes, Segment, add_segment
 from ..keys import TRAINER, find_model_file, parse_common_state, to_plain_args
 from .folders import parse_rank_folder, read_geometry, refuse_exchanged_folders, refuse_missing_ranks
@@ -112,7 +112,25 @@ class RankedSave:
     copies: dict[LocalBoxes, list[tuple[RankFile, TensorEntry]]] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)  # names without a rule
     objects: Leaves = field(default_factory=dict)  # states that modules of Transformer Engine keep
+    others: list[OtherCopy] = field(default_factory=list)  # of objects and random states, those unlike the first rank's
     older_names: bool = False
+
+    def add_first(self, out: Leaves, rank: RankFile, at: Path, x: object) -> None:
+        """Add what a rank holds of something that several ranks have, unless one before it added that.
+
+        A copy that differs from the first goes to `others`.
+
+        Args:
+            out: the leaves to which it is added.
+            rank: the rank.
+            at: its canonical path, of two elements.
+            x: what the file holds.
+        """
+        new, kept = self.files.leaves(rank.number, x, at), {p: leaf for p, leaf in out.items() if p[:2] == at}
+        if not kept:
+            out |= new
+        elif not are_leaves_equal(self.files, kept, new):
+            self.others.append(OtherCopy(joined(at), [r.number for r in self.ranks].index(rank.number), 0))
 
     def weights(self) -> dict[str, TensorEntry]:
         """Return {name: tensor} of the whole model, joined from the parts of all ranks.
@@ -147,8 +165,8 @@ class RankedSave:
     def leaves(self) -> Leaves:
         """Return {canonical path: leaf} of everything except the model and the optimizer's tensors.
 
-        Random states are kept for each tensor- and pipeline-parallel rank. Of the rest, values of another rank that
-        differ from the first one's are at extra.<folder of the rank>.
+        Random states are kept for each tensor- and pipeline-parallel rank, as in dist_checkpointing. Of the rest,
+        values of another rank that differ from the first one's are at extra.<folder of the rank>.
 
         Raises:
             Corrupt: the optimizer has another form than Megatron-Core's.
@@ -158,20 +176,16 @@ class RankedSave:
         handled = ("rng_state", "optimizer", "args", *_RNG)
         tree = {k: x for k, x in first.tree.items() if not _CHUNK.fullmatch(k) and k != "rng_state" and k not in _RNG}
         out |= self.files.leaves(first.number, parse_common_state(tree, self.files.path(first.number)))
-        seen: set[tuple[int, int]] = set()
         for r in self.ranks:
             if r is not first:
                 rest = {k: x for k, x in r.tree.items() if k not in handled and not _CHUNK.fullmatch(k)}
                 rest = {k: x for k, x in rest.items() if k not in tree or tree[k] != x}
                 if rest:
                     out |= self.files.leaves(r.number, rest, ("extra", r.folder))
-            if (r.tensor, r.pipeline) in seen:  # dist_checkpointing, too, takes one of these
-                continue
-            seen.add((r.tensor, r.pipeline))
             states = r.tree.get("rng_state", [{k: r.tree[k] for k in _RNG if k in r.tree}])
             if states and states != [{}]:
                 place = f"shard_{r.pipeline}.{r.tensor}_{self.geometry.pipeline}.{self.geometry.tensor}"
-                out |= self.files.leaves(r.number, [states], ("rng", place))
+                self.add_first(out, r, ("rng", place), [states])
         return out
 
 
@@ -274,6 +288,7 @@ def build_ranked_checkpoint(ranks: RankedSave, optimizer: Mapping[Path, TensorEn
     world = world if isinstance(world, int) else len(ranks.ranks)
     named = CanonicalState(leaves, {}, TRAINER, notes)
     out = checkpoint_of(named, "megatron", source.root, world, ranks.files.names, source)
+    out.others = ranks.others
     out.records, out.ranks = Records(ranks.files.records.values()), {r.number: k for k, r in enumerate(ranks.ranks)}
     return out
 
@@ -325,8 +340,8 @@ def list_chained_optimizers(tree: Mapping[str, Any], what: str) -> list[tuple[di
 def _collect_save_facts(files: Files, rank: RankFile, arguments: Mapping[str, object]) -> dict[str, object]:
     """Return {description: value} of everything in a rank's file that all files of one save must have in common.
 
-    This is the iteration, the parallel sizes and the param groups. Tensors in these are read, since a capturable
-    optimizer has its learning rate in one.
+    This is the iteration, the parallel sizes, the param groups and the gradient scalers. Tensors in these are read,
+    since a capturable optimizer has its learning rate in one.
 
     Args:
         files: the files read.
@@ -338,6 +353,7 @@ def _collect_save_facts(files: Files, rank: RankFile, arguments: Mapping[str, ob
         "iteration": rank.tree.get("iteration"),
         "parallel sizes": read_geometry(args)[:4] if isinstance(args, dict) else None,
         "param groups": _list_shared_param_groups(rank.tree, what),
+        "gradient scalers": [one.get("grad_scaler") for one, _ in list_chained_optimizers(rank.tree, what)],
     }
     read_at = files.reader(rank.number)
     return {k: stored_tensors.inline_tensors(x, read_at, what) for k, x in found.items()}
@@ -547,9 +563,8 @@ def _add_object(out: RankedSave, r: RankFile, name: str, x: object, expert: int 
         experts: the number of experts of its layer in the model.
     """
     at: Path = ("extra", f"{name}/shard_{expert or 0}_{experts or 1}")
-    if any(p[:2] == at for p in out.objects) or (x is None and name == "output_layer._extra_state"):
-        return
-    out.objects |= out.files.leaves(r.number, [x], at)
+    if x is not None or name != "output_layer._extra_state":
+        out.add_first(out.objects, r, at, [x])
 
 
 # ---------------------------------------------------------------------------------------------------------- proofs
