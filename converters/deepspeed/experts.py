@@ -40,7 +40,15 @@ from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index.checkpoint import Checkpoint
 from ckpttool.index.optimizer_names import assign_names
 
-from .files import EXPERT, EXPERT_OPTIM, File, FlatRange, are_values_equal, build_entry_from_ranges
+from .files import (
+    EXPERT,
+    EXPERT_OPTIM,
+    File,
+    FlatRange,
+    are_values_equal,
+    build_entry_from_ranges,
+    read_stage0_scaler,
+)
 from .geometry import FlatPlace, Groups, concatenate_parameters
 from .module_state import SaveReader
 
@@ -566,17 +574,16 @@ def read_stage0_experts(reading: SaveReader, model: File, experts: Experts) -> C
             code="CKPT0402",
         )
     like = _merge_optimizers(reading, model, experts, files, parts, sizes)
+    if parts:
+        reading.add_leaves(("scaler",), parts[0].scaler, files[0])
     reading.add_model_state([model])
-    scaler = parts[0].scaler
-    if scaler.get("dynamic_loss_scale") or scaler.get("cur_scale", 1) != 1:
-        reading.add_leaves(("scaler",), scaler, files[0])
     for key, x in parts[0].rest.items():
         reading.add_leaves(("optim", key), x, files[0])
     return reading.build_checkpoint("zero0", world, tuple(like))
 
 
 class _Stage0(NamedTuple):
-    """The optimizer of an expert parallel rank: the loss scaler beside it, {} where it has none, the state by number,
+    """The optimizer of an expert parallel rank: the loss scaler, {} where it has none, the state by number,
     the param groups, the masters by group, None where it has none, and what else the optimizer saved."""
 
     scaler: dict[str, Any]
@@ -607,10 +614,8 @@ def _parse_stage0_optimizer(f: File) -> _Stage0:
         ]
     if not good or not all(isinstance(x, dict) for x in state.values()):
         raise Corrupt(f"{f.what}: its optimizer is not one of torch, or its masters do not fit it.", code="CKPT0417")
-    known = ("optimizer_state_dict", "fp32_groups", "state", "param_groups")
-    scaler = {} if inner is whole else {str(k): x for k, x in whole.items() if k not in known}
-    rest = {str(k): x for k, x in inner.items() if k not in known}
-    return _Stage0(scaler, state, groups, masters, rest)
+    rest = {str(k): x for k, x in inner.items() if k not in ("state", "param_groups")}
+    return _Stage0(read_stage0_scaler(whole), state, groups, masters, rest)
 
 
 def _parse_expert_parallel_size(f: File, group: dict[str, object]) -> int:

@@ -58,6 +58,7 @@ __all__ = [
     "param_shapes",
     "parse_rank",
     "read_loss_scaler",
+    "read_stage0_scaler",
     "read_tied_names",
     "refuse_mixed_saves",
     "refuse_model_parallel",
@@ -545,3 +546,15 @@ def read_loss_scaler(optim: dict[str, object]) -> Leaves:
     out: Leaves = {("scaler", str(k)): v for k, v in state.items()}
     out["scaler", "overflow"] = bool(optim.get("overflow"))
     return out
+
+
+def read_stage0_scaler(optimizer: dict[Any, Any]) -> dict[str, object]:
+    """Return the loss scaler that a stage 0 engine saves as entries of its optimizer, under the names that its object
+    has at other stages.
+
+    `optimizer` is the `optimizer` of a file. Without scaling, and where it is torch's own state dict, it gives {}.
+    """
+    other = ("optimizer_state_dict", "fp32_groups")
+    if other[0] not in optimizer or not (optimizer.get("dynamic_loss_scale") or optimizer.get("cur_scale", 1) != 1):
+        return {}
+    return {{"dynamic_loss_scale": "dynamic"}.get(k, str(k)): x for k, x in optimizer.items() if k not in other}

@@ -450,7 +450,10 @@ class SaveReader:
                 continue
             value = first.tree[key]
             # the job's own "model" or "optim" is neither, nor is its "scheduler" that of the engine
-            path: Path = ("extra", key) if key in list_client_keys(first.tree.get("lr_scheduler")) else (key,)
+            # and a "scaler" that has keys of the engine's loss scaler would take its place
+            taken = key == "scaler" and isinstance(value, dict) and any((key, str(k)) in self.rest for k in value)
+            own = taken or key in list_client_keys(first.tree.get("lr_scheduler"))
+            path: Path = ("extra", key) if own else (key,)
             self.add_leaves(path, value, first)
             others = [
                 (r, f)

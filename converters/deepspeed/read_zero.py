@@ -628,6 +628,8 @@ def _read_stage0(reading: SaveReader, model: File) -> Checkpoint:
             code="CKPT0406",
         )
     found = model.tree["optimizer"]
+    if isinstance(found, dict):
+        reading.add_leaves(("scaler",), ds.read_stage0_scaler(found), model)
     reading.add_model_state([model])
     if found is None:
         return reading.build_checkpoint("zero0", None)
@@ -657,9 +659,6 @@ def _read_stage0(reading: SaveReader, model: File) -> Checkpoint:
     numbered = [k for g in groups for k in g["params"]]
     # one group of all parameters is in the order of the module; several are told apart by shapes
     like = tuple(own) if len(groups) == 1 and len(numbered) == len(own) else None
-    if state.get("dynamic_loss_scale") or state.get("cur_scale", 1) != 1:
-        for key in set(state) - {"optimizer_state_dict", "fp32_groups"}:
-            reading.add_leaves(("scaler", key), state[key], model)
     out = reading.build_checkpoint("zero0", model.get("dp_world_size", int), like)
     if masters is not None:
         _replace_weights_by_masters(out, reading, model, masters)

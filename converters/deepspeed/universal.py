@@ -108,8 +108,8 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
                 )
             reading.masters[name] = replace(slots[name].pop("fp32"), path=("model", name))
     _refuse_unknown_folders(reading, models[0], slots.keys())
-    reading.add_model_state(models)
     reading.rest.update(ds.read_loss_scaler(state.tree))
+    reading.add_model_state(models)
     members = [list(g) for g in shapes]
     listed = state.get("param_groups", list)
     _refuse_missing_slots(reading, members, listed, slots)

@@ -304,8 +304,9 @@ class SavePlan:
             ours["extra.num_experts"] = self.rest["num_experts"]
         held = [*self.ckpt.values, *self.ckpt.tensors]
         added = {n: x for n, x in ours.items() if not any(k == n or k.startswith(n + ".") for k in held)}
-        if self.scaler and not self.state.scaler:
-            added |= {f"scaler.{k}": x for k, x in {**self.scaler, "overflow": False}.items()}
+        if self.scaler:
+            scaler = {f"scaler.{k}": x for k, x in {"overflow": False, **self.scaler}.items()}
+            added |= {n: x for n, x in scaler.items() if n not in held}
         if not any(n.startswith("optim.") for n in held):
             added |= {n: v.data for n, v in list_group_values(self.state.groups).items()}
         return added
@@ -342,8 +343,8 @@ class SavePlan:
         return bool(self.ds_config.get(DATA_FIRST))
 
     def _precision(self) -> str:
-        """Return the dtype in which the engine computes: that of ds_config, else that of most bytes of the trained
-        weights.
+        """Return the dtype in which the engine computes: that of ds_config, else float16 if there is a loss scaler of
+        DeepSpeed's, which other engines do not have, else that of most bytes of the trained weights.
 
         A note is added if there is no ds_config.
         """
@@ -351,6 +352,8 @@ class SavePlan:
             section = self.ds_config.get(name)
             if isinstance(section, dict) and section.get("enabled") is True:
                 return dtype
+        if self.state.scaler:
+            return "float16"
         bytes_of: dict[str, int] = {}
         for g in self.state.groups:
             for n in g.params:
@@ -437,11 +440,15 @@ class SavePlan:
         For other engines the source's is moved to `self.rest`, so that it is written nevertheless.
         """
         if self.precision == "float16":
-            if not self.state.scaler:
+            own = self.state.scaler
+            lacks = {k: x for k, x in _FRESH_SCALER.items() if k not in own} if own.get("dynamic", not own) else {}
+            if not own:
                 self.notes.append(
                     "the loss scale starts at 65536, DeepSpeed's own: the checkpoint has none of DeepSpeed's kind"
                 )
-            return self.state.scaler or dict(_FRESH_SCALER)
+            elif lacks:
+                self.notes.append(f"the loss scaler has no {', '.join(lacks)}, and gets DeepSpeed's defaults")
+            return {**own, **lacks}
         if self.state.scaler:
             self.rest["scaler"] = self.state.scaler  # an engine of this precision scales no loss, but nothing is lost
         return {}

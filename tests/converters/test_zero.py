@@ -250,6 +250,14 @@ def test_a_save_is_read_as_the_state_of_its_job(name: str, tmp_path: Path) -> No
     assert done.layout_from == "universal" if "universal" in name else done.layout_from.startswith("zero")
 
 
+#: All that DeepSpeed 0.19's DynamicLossScaler has.
+SCALER: dict[str, Any] = {
+    "cur_scale": 1024.0, "dynamic": True, "cur_iter": 5, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 500,
+    "min_scale": 1, "delayed_shift": 2, "cur_hysteresis": 2, "consecutive_hysteresis": False, "raise_error_at_min_scale": True,
+    "dtype": torch.float16,
+}  # fmt: skip
+
+
 def test_elastic_saves_hold_no_hyperparameters_and_that_is_said(tmp_path: Path) -> None:
     job = awkward()
     tree, done = read(zero12(job, tmp_path / "in", 3, 1, elastic=True))
@@ -295,6 +303,32 @@ def test_what_some_ranks_do_not_save_and_what_no_deepspeed_writes_is_said(tmp_pa
     tree, done = read(folder)
     assert tree["epoch"] == 2
     assert sum("not every rank saved epoch;" in n or "hold averages too" in n for n in done.notes) == 2
+
+
+@pytest.mark.parametrize("only", [None, ["model", "optim", "scaler"]])
+def test_an_engine_with_a_loss_scaler_computes_in_fp16_whatever_its_config_leaves_out(
+    only: list[str] | None, tmp_path: Path
+) -> None:
+    """Masters are in fp32 in the layouts between; an engine in fp32 would scale no loss from here on."""
+    scaler = DynamicLossScaler(**SCALER)
+    folder = zero12(plain(precision=torch.float16, scaler=scaler), tmp_path / "in", 2)
+    ckpttool.convert(folder, tmp_path / "dcp", to="dcp", world_size=2)
+    ckpttool.convert(tmp_path / "dcp", tmp_path / "out", to="zero2", world_size=2, only=only)
+    found = load(save_of(tmp_path / "out") / "zero_pp_rank_1_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
+    assert vars(found["loss_scaler"]) == vars(scaler) and found["dynamic_loss_scale"] is True
+
+
+@pytest.mark.parametrize("make", [zero0, zero12, zero3, universal])
+def test_a_scaler_of_the_client_state_does_not_take_the_place_of_the_engine_s(make: Any, tmp_path: Path) -> None:
+    scaler, client = LossScaler(cur_scale=8.0, dynamic=False), {"scaler": {"cur_scale": 2.0}}
+    job = plain(client=client, precision=torch.float16, scaler=scaler)
+    folder = make(job, tmp_path / "in", 2, **({"masters": True} if make is zero0 else {}))
+    if make is zero0:
+        edit(save_of(folder) / "mp_rank_00_model_states.pt", lambda t: t["optimizer"].update(cur_scale=8.0))
+    tree = read(folder)[0]
+    assert tree["scaler"]["cur_scale"] == 8.0 and tree["extra"]["scaler"] == {"cur_scale": 2.0}
+    ckpttool.convert(folder, tmp_path / "out", to="zero2", world_size=2)
+    assert ckpttool.diff(folder, tmp_path / "out", only=["scaler"]).equal
 
 
 def test_round_robin_saves_lie_in_the_order_of_param_shapes_whatever_the_slices_say(tmp_path: Path) -> None:
@@ -573,8 +607,7 @@ def test_a_universal_checkpoint_has_a_folder_a_parameter_in_the_form_of_its_stag
 
 
 def test_a_loss_scaler_that_scales_comes_back_and_one_of_another_precision_is_kept(tmp_path: Path) -> None:
-    state = {"cur_scale": 1024.0, "dynamic": True, "cur_iter": 5, "last_overflow_iter": -1, "dtype": torch.float16}
-    job = plain(precision=torch.float16, scaler=DynamicLossScaler(**state))
+    job = plain(precision=torch.float16, scaler=DynamicLossScaler(**SCALER))
     folder = zero3(job, tmp_path / "in", 2)
     for r in (0, 1):
         path = save_of(folder) / f"zero_pp_rank_{r}_mp_rank_00_model_states.pt"
@@ -582,14 +615,26 @@ def test_a_loss_scaler_that_scales_comes_back_and_one_of_another_precision_is_ke
     for to in ("zero3", "zero2"):
         ckpttool.convert(folder, tmp_path / to, to=to, **ranks_for(to, 3))
         found = load(save_of(tmp_path / to) / "zero_pp_rank_1_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
-        assert type(found["loss_scaler"]) is DynamicLossScaler and vars(found["loss_scaler"]) == state
+        assert type(found["loss_scaler"]) is DynamicLossScaler and vars(found["loss_scaler"]) == SCALER
         assert found["dynamic_loss_scale"] is True
     ckpttool.convert(folder, tmp_path / "bf", to="zero3", world_size=1, options=ckpttool.ZeroOptions(precision="bf16"))
     ckpttool.convert(
         tmp_path / "bf", tmp_path / "again", to="zero3", world_size=2, options=ckpttool.ZeroOptions(precision="fp16")
     )
     found = load(save_of(tmp_path / "again") / "zero_pp_rank_1_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
-    assert vars(found["loss_scaler"]) == state
+    assert vars(found["loss_scaler"]) == SCALER
+
+
+def test_the_loss_scaler_of_a_stage_0_engine_is_that_of_other_stages(tmp_path: Path) -> None:
+    """FP16_UnfusedOptimizer, which MoE without ZeRO has in fp16, saves a part of the scaler, as entries of its own."""
+    folder = zero0(plain(precision=torch.float16), tmp_path / "in", 2, masters=True)
+    engine = {k: SCALER[k] for k in ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")}
+    model = save_of(folder) / "mp_rank_00_model_states.pt"
+    edit(model, lambda t: t["optimizer"].update(engine, dynamic_loss_scale=True))
+    done = ckpttool.convert(folder, tmp_path / "out", to="zero2", world_size=2)
+    found = load(save_of(tmp_path / "out") / "zero_pp_rank_1_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
+    assert type(found["loss_scaler"]) is DynamicLossScaler and vars(found["loss_scaler"]) == SCALER
+    assert any("no min_scale, delayed_shift, cur_hysteresis," in n for n in done.notes)
 
 
 def test_step_0_is_written_without_optimizer_state(tmp_path: Path) -> None:
