@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
-from ckpttool.errors import Corrupt, Unsupported
+from ckpttool.errors import Corrupt, Unsupported, argument
 from ckpttool.formats.pickles import short
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Path, Replica, Salvage, TensorEntry, Value, joined
@@ -152,10 +152,12 @@ def _load_optimizer_files(
             raise Corrupt(
                 f"{f.what}: {what} differ from rank 0's. The files are from different saves.", code="CKPT0409"
             )
-        if not ds.are_values_equal(out[0].rest, rest, out[0].file, f):
+        asked = reading.options.only is None or "optim" in reading.options.only
+        if asked and not ds.are_values_equal(out[0].rest, rest, out[0].file, f):
             raise Unsupported(
                 f"{f.what}: the optimizer keeps {', '.join(sorted(out[0].rest | rest))} beside its state and param "
-                "groups, and ranks differ in it, so it is cut in a way that only the job that wrote it knows.",
+                "groups, and ranks differ in it, so it is cut in a way that only the job that wrote it knows. "
+                f"{argument('only', ['model'])} leaves the optimizer out.",
                 code="CKPT0327",
             )
         if not ds.are_values_equal(scaler, ds.read_loss_scaler(whole)):  # ranks agree on every overflow

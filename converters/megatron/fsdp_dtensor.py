@@ -26,7 +26,8 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ckpttool.errors import Corrupt
+from ckpttool.errors import Corrupt, Unsupported, argument
+from ckpttool.formats.pickles import short
 from ckpttool.index.checkpoint import Checkpoint, Chunks, Leaves, Path, TensorEntry, joined
 from ckpttool.index.names import CanonicalState
 from ckpttool.layouts import Place, ReadOptions, checkpoint_of
@@ -85,9 +86,11 @@ class FsdpDtensor:
 
         Raises:
             Corrupt: half of a gated matrix or an expert is missing, or the DCP folder is damaged.
+        Unsupported: parts of a parameter have different hyperparameters.
         """
         found = dcp.read(Place(source, None), ReadOptions(salvage=options.salvage))
-        leaves = found.leaves()
+        optimizer = options.only is None or "optim" in options.only
+        leaves = {p: x for p, x in found.leaves().items() if optimizer or p[0] != "optim"}
         named = CanonicalState(_rename_leaves(leaves), {}, TRAINER, found.notes)
         if any(p[0] == "model" and _HALF.fullmatch(str(p[1])) for p in leaves):
             found.notes.append(
@@ -131,6 +134,7 @@ def _rename_leaves(found: Mapping[Path, object]) -> Leaves:
 
     Raises:
         Corrupt: half of a gated matrix or an expert is missing, or is of another shape.
+        Unsupported: parts of a parameter have different hyperparameters.
     """
     out: Leaves = {}
     parts: dict[Path, dict[_Part, TensorEntry]] = {}
@@ -144,7 +148,14 @@ def _rename_leaves(found: Mapping[Path, object]) -> Leaves:
             name, part = _parse_name(str(path[at]), model)
             key = (*path[:at], name, *path[at + 1 :])
             if path[:2] == _META:
-                metas.setdefault(name, {})[path[3:]] = leaf
+                first = metas.setdefault(name, {}).setdefault(path[3:], leaf)
+                if first != leaf and not isinstance(first, TensorEntry):
+                    raise Unsupported(
+                        f'"{path[2]}" has {joined(path[3:])} {short(leaf)}, and another part of "{name}" has '
+                        f"{short(first)}: one parameter has one of them. {argument('only', ['model'])} leaves the "
+                        "optimizer out.",
+                        code="CKPT0328",
+                    )
             elif isinstance(leaf, TensorEntry):
                 parts.setdefault(key, {})[part] = leaf
                 out.setdefault(key, None)  # its place in the order

@@ -654,6 +654,23 @@ def test_half_of_a_gated_matrix_or_an_expert_that_is_missing_is_refused(name: st
         ckpttool.open(tmp_path / "iter_0000003")
 
 
+@pytest.mark.parametrize("key", ["lr", "step"])
+def test_experts_with_different_hyperparameters_are_not_one_parameter(key: str, tmp_path: Path) -> None:
+    names = [f"module.decoder.layers.0.mlp.experts.linear_fc2.weight{e}" for e in range(2)]
+    meta = {f"module.module.{n}": {"lr": 0.1, "step": 7} | {key: e} for e, n in enumerate(names)}
+    state = {f"module.module.{n}": {"exp_avg": torch.ones(2, 3)} for n in names}
+    tree = {
+        "model": {n: torch.ones(2, 3) for n in names},
+        "optimizer": {"state": state, "param_to_group_meta": meta},
+        "iteration": 3,
+    }
+    dcp.save(tree, checkpoint_id=tmp_path / "iter_0000003", no_dist=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    with pytest.raises(Unsupported, match=rf"has {key} 1, and another part of .* has 0: one parameter has one"):
+        ckpttool.open(tmp_path / "iter_0000003")
+    ckpttool.convert(tmp_path / "iter_0000003", tmp_path / "out.pt", to="full", only=["model"])
+
+
 def test_a_dcp_folder_of_that_name_without_megatron_s_tracker_is_plain_dcp(tmp_path: Path) -> None:
     dcp.save({"model": {"w": torch.ones(2, 3)}}, checkpoint_id=tmp_path / "iter_0000003", no_dist=True)
     with ckpttool.open(tmp_path / "iter_0000003") as opened:

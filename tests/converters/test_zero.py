@@ -287,6 +287,15 @@ def test_what_an_optimizer_keeps_beside_its_state_is_read_and_never_left_out_uns
         ckpttool.convert(folder, tmp_path / "out", to="zero3", world_size=2)
 
 
+def test_what_an_optimizer_cuts_by_its_own_rule_is_refused_but_for_the_weights(tmp_path: Path) -> None:
+    folder = zero3(plain(), tmp_path / "in", 2)
+    file = save_of(folder) / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    edit(file, lambda t: t["optimizer_state_dict"]["optimizer_state_dict"].update(slow=torch.ones(2)))
+    with pytest.raises(Unsupported, match=r"keeps slow beside its state .* only=\['model'\] leaves the optimizer out"):
+        ckpttool.open(folder)
+    ckpttool.convert(folder, tmp_path / "out.pt", to="full", only=["model"])
+
+
 def test_entries_of_the_module_that_rank_0_lacks_are_listed_as_left_behind(tmp_path: Path) -> None:
     folder = zero3(plain(), tmp_path / "in", 2)
     file = save_of(folder) / "zero_pp_rank_1_mp_rank_00_model_states.pt"
