@@ -573,6 +573,13 @@ def read_stage0_experts(reading: SaveReader, model: File, experts: Experts) -> C
             f"expp_rank_0 to {most - 1}; {len(files)} such files are here. Fetch all.",
             code="CKPT0402",
         )
+    copy = model.tree.get("optimizer")  # of rank 0, whose file of an expert parallel rank has it too
+    if copy is not None and not are_values_equal(copy, files[0].tree["optimizer"], model, files[0]):
+        raise Corrupt(
+            f"{model.what}: its optimizer is not that of {files[0].name}, and rank 0 wrote both. The files are from "
+            "different saves; fetch all of one save again.",
+            code="CKPT0409",
+        )
     like = _merge_optimizers(reading, model, experts, files, parts, sizes)
     if parts:
         reading.add_leaves(("scaler",), parts[0].scaler, files[0])

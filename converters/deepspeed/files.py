@@ -472,13 +472,17 @@ def get_zero_setting(config: object, key: str) -> object:
     return section.get(key) if isinstance(section, dict) else None
 
 
-def refuse_mixed_saves(files: Sequence[File]) -> None:
-    """Refuse model files of different saves. `files` has one file for each rank, in the order of the ranks.
+def refuse_mixed_saves(files: Sequence[File], keys: Sequence[str] = _SAME) -> None:
+    """Refuse model files of different saves.
+
+    Args:
+        files: one file for each rank, in the order of the ranks.
+        keys: the keys on which they have to agree.
 
     Raises:
-        Corrupt: a rank's counters, world sizes or param_shapes differ from rank 0's.
+        Corrupt: what a rank has under a key differs from rank 0's.
     """
-    odd = find_differing_file({key: f.tree.get(key) for key in _SAME} for f in files)
+    odd = find_differing_file({key: f.tree.get(key) for key in keys} for f in files)
     if odd is not None:
         rank, key = odd
         a, b = files[0].tree.get(key), files[rank].tree.get(key)

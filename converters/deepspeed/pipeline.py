@@ -23,7 +23,7 @@ from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.formats.pickles import short
 from ckpttool.formats.stored_tensors import StoredTensor
 
-from .files import LAYER, MODEL, OPTIM, File, Save, find_save, param_shapes
+from .files import LAYER, MODEL, OPTIM, File, Save, find_save, param_shapes, refuse_mixed_saves
 from .geometry import Groups
 from .module_state import SaveReader
 
@@ -68,6 +68,7 @@ def load_stages(reading: SaveReader) -> tuple[list[Stage], Pipeline]:
     reading.tensor_ranks = 1
     names = reading.files_of_ranks(MODEL, 1, max(save.files(MODEL, 1), default=0) + 1, "model")
     models = [reading.load(n) for n in names]
+    refuse_mixed_saves(models, ("global_steps", "skipped_steps"))
     for f in models:
         if (
             f.get("mp_world_size", int) != len(models)

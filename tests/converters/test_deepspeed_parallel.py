@@ -452,6 +452,11 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
         _edit("expp_rank_1_mp_rank_00_optim_states.pt", lambda t: t["optimizer"].update(cur_scale=8.0)),
         "loss scaler differs",
     ),
+    "a model file of another save, without ZeRO": (
+        "moe_z0_ep2_w2",
+        _edit(MODEL, lambda t: t["optimizer"]["optimizer_state_dict"]["state"][0]["exp_avg"].add_(1)),
+        "its optimizer is not that of",
+    ),
     "an optimizer without ZeRO beside one with": (
         "moe_z1_ep2_w2",
         lambda folder: torch.save({"optimizer": {"state": {}}}, folder / "expp_rank_0_mp_rank_00_optim_states.pt"),
@@ -465,6 +470,9 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
     ),
     "a lost layer": ("pipeline_z1_pp2_w4", _remove("layer_03-model_states.pt"), "layer_03"),
     "a lost stage": ("pipeline_z1_pp2_w4", _remove("mp_rank_01_model_states.pt"), "mp_world_size is 2"),
+    "a stage of another step": (
+        "pipeline_z1_pp2_w4", _edit("mp_rank_01_model_states.pt", lambda t: t.update(global_steps=2)), "global_steps is 2, rank 0 says 3",
+    ),
     "a stage with another loss scale": ("pipeline_z1_pp2_w4", _scale_second_stage, "loss_scaler differs"),
     "a tensor parallel layer": (
         "pipeline_z1_pp2_w4", _rename("layer_03-model_states.pt", "layer_03-model_01-model_states.pt"), "parallel rank 1",
