@@ -187,7 +187,7 @@ class _Joining:
             tensor_parallel=self.info,
         )
         out.notes = [
-            *first.notes,
+            *dict.fromkeys(n for p in self.parts for n in p.notes),
             f"the parts of {len(self.parts)} tensor parallel ranks are joined by the affine_map of the save; what is "
             "written for jobs without such ranks has whole weights",
         ]

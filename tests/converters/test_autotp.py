@@ -214,6 +214,14 @@ def test_a_file_copied_over_another_ranks_is_refused(unpacked: Unpack, tmp_path:
         ckpttool.convert(folder, tmp_path / "out", to="dcp", world_size=1)
 
 
+def test_what_is_said_of_any_rank_is_said_of_the_save(unpacked: Unpack, tmp_path: Path) -> None:
+    folder = changed(unpacked, "tp2_z3_bf16", tmp_path)
+    (file,) = folder.rglob("*mp_rank_01_optim_states.pt")
+    rewrite(file, lambda tree: tree["optimizer_state_dict"].update(averages=1))
+    with ckpttool.open(folder) as opened:
+        assert any("hold averages too" in n for n in opened.checkpoint.notes)
+
+
 def test_learning_rates_that_differ_are_refused(unpacked: Unpack, tmp_path: Path) -> None:
     folder = changed(unpacked, TP3, tmp_path)
 
