@@ -319,7 +319,7 @@ def find_differing_file(facts: Iterable[Mapping[str, object]]) -> tuple[int, str
     first = next(every)
     for position, here in enumerate(every, 1):
         for what, fact in first.items():
-            if here.get(what) != fact:
+            if not same_value(here.get(what), fact):
                 return position, what
     return None
 

@@ -329,7 +329,7 @@ def _read_shared_counter(reading: SaveReader, files: list[File], values: list[ob
         f.scalar(v) if isinstance(v, StoredTensor) and not v.shape else v for f, v in zip(files, values, strict=True)
     ]
     for f, value in zip(files, seen, strict=True):
-        if value != seen[0]:
+        if not ds.are_values_equal(value, seen[0]):
             raise Corrupt(
                 f"{f.what}: {what} is {short(value)}, rank 0 has {short(seen[0])}. The files are from different saves; "
                 "fetch all of one save again.",

@@ -16,7 +16,7 @@ from ckpttool.formats import stored_tensors
 from ckpttool.formats.sharded import is_sharded
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.huggingface import model_names
-from ckpttool.index.checkpoint import Leaves, Path, TensorEntry, joined
+from ckpttool.index.checkpoint import Leaves, Path, TensorEntry, joined, same_value
 from ckpttool.index.optimizer_names import assign_names
 from ckpttool.layouts import ReadOptions
 
@@ -113,9 +113,15 @@ def _read_param_groups(files: Files, ranks: list[Rank]) -> list[dict[Any, Any]]:
         groups = stored_tensors.inline_tensors(groups, files.reader(r.file), files.path(r.file))
         if r is ranks[0]:
             out = groups
-        elif groups != out:
+        elif not same_value(groups, out):
             key = next(
-                (k for a, b in zip(out, groups, strict=False) for k in {**a, **b} if a.get(k) != b.get(k)), "params"
+                (
+                    k
+                    for a, b in zip(out, groups, strict=False)
+                    for k in {**a, **b}
+                    if not same_value(a.get(k), b.get(k))
+                ),
+                "params",
             )
             raise Corrupt(
                 f"{files.path(r.file)}: its param groups differ from those in {files.names[ranks[0].file]}, first in "

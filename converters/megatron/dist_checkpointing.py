@@ -11,7 +11,7 @@ from ckpttool.by_fields import ByFields
 from ckpttool.errors import CkpttoolError, Corrupt, Unsupported, argument
 from ckpttool.formats import stored_tensors, torch_zip
 from ckpttool.formats.pickles import short
-from ckpttool.index.checkpoint import Checkpoint, Leaves, Path, Replica, Salvage, TensorEntry, joined
+from ckpttool.index.checkpoint import Checkpoint, Leaves, Path, Replica, Salvage, TensorEntry, joined, same_value
 from ckpttool.index.names import CanonicalState, original_path
 from ckpttool.index.records import Records
 from ckpttool.index.trees import nest
@@ -343,7 +343,7 @@ class _State(ByFields):
         found, records = stored_tensors.read_leaves(parse_common_state(tree, what), (), file, read_at, what)
         found.pop((), None)  # there is nothing in it
         for path, leaf in found.items():
-            if path in self.leaves and self.leaves[path] != leaf:
+            if path in self.leaves and not same_value(self.leaves[path], leaf):
                 raise Corrupt(
                     f'{what}: "{joined(path)}" is {short(leaf)}, and another folder of the same checkpoint says '
                     f"{short(self.leaves[path])}.",
@@ -496,7 +496,7 @@ def _add_stored_scaler(
         first = leaves.setdefault(at, new)
         if isinstance(first, TensorEntry) and isinstance(new, TensorEntry):
             copies += [(first, new)] if first is not new else []
-        elif first != new:
+        elif not same_value(first, new):
             raise Unsupported(
                 f'"{key}" holds another gradient scaler than an object before it, so the ranks did not train with one '
                 "optimizer.",
@@ -516,7 +516,7 @@ def _add_param_groups(leaves: Leaves, groups: Mapping[str, tuple[object, int]]) 
     of: dict[int, tuple[str, Any]] = {}
     for key, (data, chained) in groups.items():
         first = of.setdefault(chained, (key, data))
-        if first[1] != data:
+        if not same_value(first[1], data):
             raise Unsupported(
                 f'"{first[0]}" and "{key}" hold different param groups, so the ranks did not train with one optimizer.',
                 code="CKPT0328",

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from ckpttool.errors import Corrupt, Unsupported, argument
 from ckpttool.formats.pickles import short
-from ckpttool.index.checkpoint import Checkpoint, Chunks, Leaves, Path, TensorEntry, joined
+from ckpttool.index.checkpoint import Checkpoint, Chunks, Leaves, Path, TensorEntry, joined, same_value
 from ckpttool.index.names import CanonicalState
 from ckpttool.layouts import Place, ReadOptions, checkpoint_of
 from ckpttool.storage.overlay import find_parent_folder
@@ -149,7 +149,7 @@ def _rename_leaves(found: Mapping[Path, object]) -> Leaves:
             key = (*path[:at], name, *path[at + 1 :])
             if path[:2] == _META:
                 first = metas.setdefault(name, {}).setdefault(path[3:], leaf)
-                if first != leaf and not isinstance(first, TensorEntry):
+                if not isinstance(first, TensorEntry) and not same_value(first, leaf):
                     raise Unsupported(
                         f'"{path[2]}" has {joined(path[3:])} {short(leaf)}, and another part of "{name}" has '
                         f"{short(first)}: one parameter has one of them. {argument('only', ['model'])} leaves the "
@@ -235,7 +235,7 @@ def _build_param_groups(metas: Mapping[str, Mapping[Any, Any]]) -> Leaves:
     out: Leaves = {}
     for name, meta in metas.items():
         for known, names in groups:
-            if known == meta:
+            if same_value(known, meta):
                 names.append(name)
                 break
         else:

@@ -296,6 +296,14 @@ def test_what_an_optimizer_cuts_by_its_own_rule_is_refused_but_for_the_weights(t
     ckpttool.convert(folder, tmp_path / "out.pt", to="full", only=["model"])
 
 
+@pytest.mark.parametrize("to", ["fsdp1", "zero3", "verl", "dcp"])
+def test_a_nan_among_the_options_of_a_group_is_the_same_on_all_ranks(to: str, tmp_path: Path) -> None:
+    job = plain(options=[{"lr": 0.1, "best": float("nan")}], step=torch.tensor(float("nan")))
+    folder = zero3(job, tmp_path / "in", 2)
+    ckpttool.convert(folder, tmp_path / "out", to=to, world_size=2)
+    assert ckpttool.diff(folder, tmp_path / "out", only=["optim"]).equal
+
+
 def test_entries_of_the_module_that_rank_0_lacks_are_listed_as_left_behind(tmp_path: Path) -> None:
     folder = zero3(plain(), tmp_path / "in", 2)
     file = save_of(folder) / "zero_pp_rank_1_mp_rank_00_model_states.pt"
