@@ -9,6 +9,7 @@ import typer
 
 from ..options import OpenOptions
 from .help import READING, about
+from .results import print_notes
 from .shared_options import NameMap, Workers, add_shared_options, pick_keywords
 from .terminal import (
     Json,
@@ -81,6 +82,7 @@ def diff(
     else:
         for path, rows in ((a, found.not_read_a), (b, found.not_read_b)):
             print_unread_files(rows, quiet, f"{path}: ")
+        print_notes(found.notes, quiet)
         for line in found.lines() if top is None else found.lines(top):
             say(line)
     if not found.equal:

@@ -8,6 +8,7 @@ import typer
 
 from ..options import OpenOptions
 from .help import READING, about
+from .results import print_notes
 from .shared_options import Workers, add_shared_options, pick_keywords
 from .terminal import (
     Json,
@@ -52,10 +53,12 @@ def digest(
                 "digest": found.digest,
                 **({"tensors": found.tensors} if tensors else {}),
                 "not_read": found.not_read,
+                **({"notes": found.notes} if found.notes else {}),
             }
         )
         return
     print_unread_files(found.not_read, quiet)
+    print_notes(found.notes, quiet)
     for line in found.lines():
         say(line)
     for name, value in found.tensors.items() if tensors else ():

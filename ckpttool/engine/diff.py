@@ -28,6 +28,7 @@ from .copy.tensor_digests import reporting
 from .copy.tensor_statistics import StatisticsCounter, sum_squares
 from .copy.value_digests import equal_values
 from .map_choice import rename_opened
+from .mixups import describe_dropped_replicas
 from .opening import (
     CheckpointPath,
     OpenCheckpoint,
@@ -152,6 +153,7 @@ class Difference(Shown):
 
     `configs` has what differs in the config.json and adapter_config.json beside both, {"config.json: rope_theta": (text
     of A's value, of B's)}; it is no state and does not count for `equal`.
+    `notes` are sentences on what was not compared, besides the files in `not_read_a` and `not_read_b`.
     `data` has the tensors with other values, and `changed` says how many those are, also where `data` was folded or
     cut; `components` {"model": how its tensors differ, ...}.
     """
@@ -168,6 +170,7 @@ class Difference(Shown):
     within_tolerance: int = 0
     not_read_a: list[dict[str, object]] = field(default_factory=list)  # files of each that were not compared
     not_read_b: list[dict[str, object]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     adapter_a: str | None = None  # of one that holds an adapter and no base model: "r=8, 14 modules"
     adapter_b: str | None = None
     changed: int = 0
@@ -368,6 +371,8 @@ def diff(
             tensors=len(left.tensors.keys() & right.tensors.keys()), not_read_a=aside[0], not_read_b=aside[1],
             a=urls.display_path(show_path(a)), b=urls.display_path(show_path(b)), index=left,
         )  # fmt: skip
+        for name, ckpt in ((out.a, left), (out.b, right)):
+            out.notes += [f"{name}: {text}" for text in describe_dropped_replicas(ckpt)]
         common = _compare_indexes(left, right, out)
         if x.layout.keeps_config and y.layout.keeps_config:
             odd = model_files.list_config_differences(x.source, y.source)
@@ -407,11 +412,15 @@ def _compare_indexes(left: Checkpoint, right: Checkpoint, out: Difference) -> li
             if n in ckpt.tensors:
                 part = out.components.setdefault(ckpt.component(n), ComponentDifference())
                 setattr(part, key, getattr(part, key) + 1)
-    for n in left.values.keys() & right.values.keys():
-        if not equal_values(left.values[n], right.values[n]):
-            out.values[n] = (_format_value(left.values[n].data), _format_value(right.values[n].data))
+    for n, v in left.values.items():
+        if n in right.tensors:
+            out.values[n] = (_format_value(v.data), _describe_tensor(right.tensors[n]))
+        elif n in right.values and not equal_values(v, right.values[n]):
+            out.values[n] = (_format_value(v.data), _format_value(right.values[n].data))
     common: list[str] = []
     for n in left.tensors:
+        if n in right.values:
+            out.values[n] = (_describe_tensor(left.tensors[n]), _format_value(right.values[n].data))
         if n not in right.tensors:
             continue
         s, t = left.tensors[n], right.tensors[n]
@@ -462,6 +471,11 @@ def _find_equal_by_digest(
 def _unpack_shape(t: TensorEntry) -> tuple[int, ...]:
     """Return the shape counted in numbers instead of elements, which differ for packed dtypes (float4_e2m1fn_x2)."""
     return (*t.shape[:-1], t.shape[-1] * PACKED.get(t.dtype, 1)) if t.shape else ()
+
+
+def _describe_tensor(t: TensorEntry) -> str:
+    """Describe a tensor where the other checkpoint has a value of its name."""
+    return f"a tensor {t.dtype} {list(t.shape)}"
 
 
 def _format_value(x: object) -> str:

@@ -38,7 +38,7 @@ from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, OtherCopy, TensorEn
 from ..index.draft import Dropped
 from ..index.param_groups import list_names_by_group
 from ..index.records import Record
-from ..printable import list_first
+from ..printable import count_noun, list_first
 from ..storage.buffers import IOBudget
 from ..storage.source import Source
 from .copy.stream import Reader, StreamJob, read_small_tensors
@@ -423,15 +423,17 @@ def list_dropped_replicas(ckpt: Checkpoint) -> list[Dropped]:
     return [Dropped(f"extra.per_rank.{o.rank}.{o.name}", o.nbytes, why[o in weights]) for o in ckpt.others]
 
 
-def describe_dropped_replicas(ckpt: Checkpoint) -> str:
-    """Return a note on the entries in which ranks differ; `ckpt.others` has at least one."""
+def describe_dropped_replicas(ckpt: Checkpoint) -> list[str]:
+    """Return a note on the entries in which ranks differ, of which only the lowest rank's are read; [] where none
+    differs."""
+    if not ckpt.others:
+        return []
     names = dict.fromkeys(o.name for o in ckpt.others)
-    ranks = len({o.rank for o in ckpt.others})
-    return (
-        f"{ranks:,} rank{'s have' if ranks > 1 else ' has'} other numbers in {len(names):,} entries of which the "
-        "lowest rank's are read, first "
-        f'"{next(iter(names))}"; a conversion lists the others as left behind'
-    )
+    ranks = count_noun(len({o.rank for o in ckpt.others}), "rank has", "ranks have")
+    return [
+        f"{ranks} other numbers in {count_noun(len(names), 'entry', 'entries')} of which the lowest rank's are read, "
+        f'first "{next(iter(names))}"; a conversion lists the others as left behind'
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------ mixed steps

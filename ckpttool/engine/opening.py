@@ -634,7 +634,7 @@ def _add_notes_on_missing(ckpt: Checkpoint, record: Recorded | None, with_rng: b
     if ckpt.others:
         from .mixups import describe_dropped_replicas
 
-        notes.append(describe_dropped_replicas(ckpt))
+        notes += describe_dropped_replicas(ckpt)
     if record is not None and record.selection is not None:
         notes.append(f"{RECORD}: a part of a checkpoint was written here, {record.selection}. {NOT_RESUMED}")
     if with_rng:

@@ -25,7 +25,7 @@ from .copy.averages import EXPONENT, Averages, describe_negative_averages, find_
 from .copy.stream import Block, Reader, StreamJob
 from .copy.tensor_digests import digest_arrays_in_values, reporting, tensor_digests
 from .copy.value_digests import digest_values_without_arrays, state_roots
-from .discover.unread_files import human
+from .discover.unread_files import human, make_unread_note
 from .mixups import describe_dropped_replicas
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_checkpoint, show_path
 from .planning import make_dtype_chooser
@@ -51,11 +51,13 @@ _SALVAGED = 5  # names of a salvaged copy that are shown
 @dataclass(frozen=True, repr=False)
 class DigestResult(Shown):
     """`digest` {"all", "model", ...: Merkle root}, `tensors` {name: BLAKE3}, both in hex; `not_read` files that belong
-    to the checkpoint and are no part of the digest, as `Unread.to_json` has them."""
+    to the checkpoint and are no part of the digest, as `Unread.to_json` has them; `notes` sentences on what else is
+    none."""
 
     digest: dict[str, str]
     tensors: dict[str, str]
     not_read: list[dict[str, object]]
+    notes: list[str] = field(default_factory=list)
 
     def lines(self) -> Iterator[str]:
         """Yield a line of text for each component: its root digest and its name."""
@@ -91,7 +93,8 @@ def digest(
             ckpt = opened.locate()
         found = digest_with_workers(opened, path, options, crew, progress, "digest")
         opened.source.assert_unchanged()
-        return DigestResult(state_roots(ckpt, found), found, [r.to_json() for r in ckpt.unread])
+        aside = [r.to_json() for r in ckpt.unread]
+        return DigestResult(state_roots(ckpt, found), found, aside, describe_dropped_replicas(ckpt))
 
 
 @dataclass(repr=False)
@@ -194,8 +197,7 @@ def verify(
             [r.to_json() for r in ckpt.unread],
         )
         out.salvage = summarise_salvage(opened)
-        if ckpt.others:
-            out.notes.append(describe_dropped_replicas(ckpt))
+        out.notes += describe_dropped_replicas(ckpt)
         if damaged := [r for r in ckpt.unread if r.damaged]:
             raise Corrupt(
                 f"{out.path}: {damaged[0].name} {damaged[0].what.rstrip('.')}"
@@ -237,7 +239,7 @@ def _verify_against(
         Differs: the two are not equal.
         CkpttoolError: the other checkpoint cannot be read.
     """
-    ckpt = opened.checkpoint
+    ckpt, name = opened.checkpoint, show_path(against)
     record, part = opened.recorded(), opened.selection
     if part == EntrySelection() and record is not None and record.selection is not None:
         part = record.selection
@@ -254,6 +256,9 @@ def _verify_against(
         with reporting(progress):
             second = other.locate()
         digests = digest_with_workers(other, against, likewise, crew, progress, "read")
+        out.notes += [
+            f"{name}: {text}" for text in (*describe_dropped_replicas(second), *make_unread_note(second.unread))
+        ]
         shared = _list_components(ckpt) & _list_components(second)
         excused = {*_list_changed_values(opened), *_list_changed_values(other)}
         configs = (
@@ -261,19 +266,17 @@ def _verify_against(
             if opened.layout.keeps_config and other.layout.keeps_config
             else {}
         )
+    if not shared:
+        parts = (", ".join(sorted(_list_components(held))) or "nothing" for held in (ckpt, second))
+        raise Differs(
+            f"nothing was compared with {name}: {' and '.join(parts)} have no component in common. Give two "
+            "checkpoints that both hold the state to compare.",
+            code="CKPT0501",
+        )
     mine, yours = (
-        {
-            n: d
-            for n, d in {
-                **read,
-                **digest_arrays_in_values(held.values),
-                **digest_values_without_arrays(held.values),
-            }.items()
-            if n not in excused and _get_component(n) in shared
-        }
-        for held, read in ((ckpt, found), (second, digests))
+        {n: d for n, d in held.items() if n not in excused and _get_component(n) in shared}
+        for held in (_describe_entries(ckpt, found), _describe_entries(second, digests))
     )
-    name = show_path(against)
     _refuse_unequal_digests(mine, yours, name)
     if unequal := sorted(n for n in excused if _get_component(n) in shared and n in {**ckpt.values, **second.values}):
         out.notes.append(
@@ -285,6 +288,20 @@ def _verify_against(
     if apart := sorted((_list_components(ckpt) ^ _list_components(second)) - shared):
         out.notes.append(f"not compared, since only one of the two has it: {', '.join(apart)}")
     out.against = {"path": urls.display_path(name), "components": sorted(shared), "verdict": "equal"}
+
+
+def _describe_entries(ckpt: Checkpoint, found: Mapping[str, str]) -> dict[str, object]:
+    """Describe every entry by what has to be equal in another checkpoint of the same state: {name: (dtype, shape,
+    BLAKE3 in hex)} of tensors and of arrays inside values, {name: BLAKE3 in hex} of other values.
+
+    Args:
+        found: {tensor: BLAKE3 in hex} of `ckpt`.
+    """
+    return {
+        **{n: (t.dtype, t.shape, found[n]) for n, t in ckpt.tensors.items()},
+        **digest_arrays_in_values(ckpt.values),
+        **digest_values_without_arrays(ckpt.values),
+    }
 
 
 def _get_component(name: str) -> str:
@@ -615,10 +632,19 @@ def read_back(
         raise Corrupt(f"the destination cannot be read back: {e}", code="CKPT0421") from e
     inside = digest_arrays_in_values(draft.checkpoint.values)
     gone = {d.name for d in draft.dropped}  # a reader may find something else under their names
-    digests = digests | {n: d for n, d in inside.items() if n in found and n not in gone}
+    digests = digests | {n: d for n, (*_, d) in inside.items() if n in found and n not in gone}
     missing = sorted(set(digests) - set(found) - set(draft.aliases))
     extra = sorted(set(found) - set(digests) - gone - set(draft.synthesized_tensors))
-    wrong = sorted(n for n in digests if n in found and found[n] != digests[n])
+    written, there = draft.checkpoint.tensors, back.checkpoint.tensors
+    wrong = sorted(
+        n
+        for n in digests
+        if n in found
+        and (
+            found[n] != digests[n]
+            or (n in written and (written[n].dtype, written[n].shape) != (there[n].dtype, there[n].shape))
+        )
+    )
     if missing or extra or wrong or values:
         first = f'"{(wrong or missing or extra)[0]}"' if wrong or missing or extra else values[0]
         left = f"Remove {urls.redact_url(path)}." if urls.is_url(path) else "Nothing was left there."

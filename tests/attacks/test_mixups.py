@@ -175,6 +175,10 @@ def test_statistics_that_each_rank_has_for_itself_are_listed(tmp_path: Path) -> 
     ]
     kept = torch.load(tmp_path / "out.pt")["model"]
     assert torch.equal(kept["1.running_mean"], torch.load(folder / "checkpoint_rank0.pt")["model"]["1.running_mean"])
+    said = "1 rank has other numbers in 2 entries of which the lowest rank's are read"
+    assert [n for n in ckpttool.verify(tmp_path / "out.pt", against=folder).notes if n.startswith(f"{folder}: {said}")]
+    assert [n for n in ckpttool.diff(tmp_path / "out.pt", folder).notes if n.startswith(f"{folder}: {said}")]
+    assert [n for n in ckpttool.digest(folder).notes if n.startswith(said)]
 
 
 @pytest.mark.parametrize("slot", ["exp_avg", "exp_avg_sq"])

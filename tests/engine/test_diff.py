@@ -16,7 +16,7 @@ from torch import Tensor
 
 import ckpttool
 from ckpttool.engine.diff import Difference, TensorDifference
-from ckpttool.errors import UsageError
+from ckpttool.errors import Differs, UsageError
 from ckpttool.index.checkpoint import ITEMSIZE
 
 
@@ -292,3 +292,34 @@ def test_configs_beside_equal_weights_are_compared_and_do_not_count(tmp_path: Pa
     assert any(key in note for note in ckpttool.verify(tmp_path / "a", against=tmp_path / "b").notes)
     ckpttool.convert(tmp_path / "a", tmp_path / "a.pt")
     assert not ckpttool.diff(tmp_path / "a", tmp_path / "a.pt").configs
+
+
+#: What may differ in one entry beside its bytes: (entry of A, entry of B).
+UNLIKE: dict[str, tuple[object, object]] = {
+    "shape": (torch.zeros(2, 3), torch.zeros(3, 2)),
+    "dtype": (torch.zeros(3), torch.zeros(3, dtype=torch.int32)),
+    "dimensions": (torch.tensor(3.0), torch.tensor([3.0])),
+    "no elements": (torch.zeros(0, 3), torch.zeros(3, 0)),
+    "a tensor and an int": (torch.tensor(3.0), 3),
+    "a tensor and another number": (torch.tensor(3.0), 999.0),
+    "an array and a tensor of another shape": (np.zeros((2, 3)), torch.zeros(3, 2, dtype=torch.float64)),
+    "an array and a tensor of other bytes": (np.arange(3), torch.zeros(3, dtype=torch.int64)),
+}
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_entries_that_are_not_alike_are_equal_to_no_command(what: str, tmp_path: Path) -> None:
+    for side, entry in zip("ab", UNLIKE[what], strict=True):
+        torch.save({"model": {"w": torch.ones(2)}, "mine": {"x": entry}}, tmp_path / f"{side}.pt")
+    for a, b in ("ab", "ba"):
+        found = ckpttool.diff(tmp_path / f"{a}.pt", tmp_path / f"{b}.pt")
+        assert not found.equal and any("extra.mine.x" in line for line in found.lines())
+        with pytest.raises(Differs, match=r"1 tensors or values are others.*extra\.mine\.x"):
+            ckpttool.verify(tmp_path / f"{a}.pt", against=tmp_path / f"{b}.pt")
+
+
+def test_checkpoints_without_a_common_component_are_not_equal(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "a.pt")
+    torch.save({"optim": {"state": {"w": {"exp_avg": torch.ones(2)}}, "param_groups": []}}, tmp_path / "b.pt")
+    with pytest.raises(Differs, match=r"nothing was compared .* model and optim have no component in common"):
+        ckpttool.verify(tmp_path / "a.pt", against=tmp_path / "b.pt")

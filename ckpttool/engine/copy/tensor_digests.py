@@ -170,17 +170,17 @@ def _digest_tensors(
     return out
 
 
-def digest_arrays_in_values(values: Mapping[str, Value]) -> dict[str, str]:
-    """Return {name: BLAKE3 hex digest} of the arrays inside values; the names are those that the arrays have where a
-    layout writes them as tensors."""
+def digest_arrays_in_values(values: Mapping[str, Value]) -> dict[str, tuple[str, tuple[int, ...], str]]:
+    """Return {name: (dtype, shape, BLAKE3 hex digest)} of the arrays inside values; the names are those that the arrays
+    have where a layout writes them as tensors."""
     return {n: d for v in values.values() for n, d in _array_digests(joined(v.path), v.data)}
 
 
-def _array_digests(name: str, x: object) -> Iterator[tuple[str, str]]:
-    """Yield (name, BLAKE3 hex digest) of the arrays inside nested dicts and lists; `name` is the dotted name of `x`
-    itself."""
+def _array_digests(name: str, x: object) -> Iterator[tuple[str, tuple[str, tuple[int, ...], str]]]:
+    """Yield (name, (dtype, shape, BLAKE3 hex digest)) of the arrays inside nested dicts and lists; `name` is the dotted
+    name of `x` itself."""
     if isinstance(x, Inline):
-        yield name, blake3(x.data).hexdigest()
+        yield name, (x.dtype, x.shape, blake3(x.data).hexdigest())
     elif type(x) is list or type(x) is dict:
         for key, inner in x.items() if type(x) is dict else enumerate(x):
             yield from _array_digests(f"{name}.{key}", inner)
