@@ -26,7 +26,13 @@ from ..index.checkpoint import (
 from ..index.composites import MARK, describe_composites, describe_unwrapped, find_composites
 from ..index.fqns import mask_name_numbers
 from ..index.names import step_count
-from ..index.optimizers import describe_lost_slots, find_lost_slots, find_optimizers, find_unassigned_state
+from ..index.optimizers import (
+    describe_incomplete_state,
+    describe_lost_slots,
+    find_lost_slots,
+    find_optimizers,
+    find_unassigned_state,
+)
 from ..index.param_groups import describe_ungrouped_state, find_ungrouped_state
 from ..index.selection import NOT_RESUMED, EntrySelection
 from ..index.weight_sets import describe_weight_sets
@@ -447,11 +453,8 @@ def _list_missing(ckpt: Checkpoint) -> list[str]:
             f"the optimizer has state for {count_noun(len(odd), 'parameter')} that the model does not "
             f"have, first {odd[0]}"
         )
-    found = find_optimizers(ckpt)
-    every = {n for state in found for n in state.slots}
-    for state in found:
-        for slot, gone in state.missing.items():
-            out.append(f"{slot} is missing for {len(gone)} of {len(state.slots)} parameters, first {min(gone)}")
+    out += describe_incomplete_state(ckpt)
+    every = {n for state in find_optimizers(ckpt) for n in state.slots}
     listed = {n for v in ckpt.values.values() if v.option == "params" for n in v.data}
     bare = sorted(n for n in listed - every if isinstance(n, str))
     if every and bare:

@@ -13,6 +13,7 @@ transformers/optimization.py (Adafactor).
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ __all__ = [
     "OPTIMIZERS",
     "FoundOptimizer",
     "Optimizer",
+    "describe_incomplete_state",
     "describe_lost_slots",
     "find_lost_slots",
     "find_optimizers",
@@ -174,6 +176,45 @@ def _identify_optimizer(slots: Mapping[str, frozenset[str]], options: Iterable[s
         for slot in sorted(every - have if found is None else found.lacks(have, every)):
             missing.setdefault(slot, []).append(name)
     return FoundOptimizer(found.name if found else "unknown", dict(slots), missing)
+
+
+#: Slots that have the shape of their weight; a projection (GaLore) has fewer rows or columns.
+_AS_WEIGHTS = _slots("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+
+
+def describe_incomplete_state(ckpt: Checkpoint) -> list[str]:
+    """Return a sentence for each fact about the optimizer's state that stops a job which resumes from it, or that no
+    training produces: slots that only some parameters have, moments of other shapes than their weights, no param
+    groups, parameters that these list twice, and no moments at all."""
+    out = [
+        f"{slot} is missing for {len(gone)} of {len(state.slots)} parameters, first {min(gone)}"
+        for state in find_optimizers(ckpt)
+        for slot, gone in state.missing.items()
+    ]
+    trained = {t.parameter for t in ckpt.tensors.values() if t.slot is not None}
+    if trained and not any(v.is_param_group for v in ckpt.values.values()):
+        out.append(f"the optimizer has state of {count_noun(len(trained), 'parameter')}, and no param groups")
+    inside = {joined(t.path) for found in find_composites(ckpt).values() for t in found.tensors.values()}
+    for name, t in ckpt.tensors.items():
+        weight = ckpt.tensors.get(f"model.{t.parameter}") if t.slot in _AS_WEIGHTS and name not in inside else None
+        if weight is not None and weight.numel and not _is_within(t.shape, weight.shape):
+            shapes = f"{list(t.shape)}, and its weight {list(weight.shape)}"
+            out.append(f'"{name}" is {shapes}: are the two of one training run?')
+            break
+    listed = Counter(str(n) for v in ckpt.values.values() if v.option == "params" for n in v.data)
+    if twice := [n for n, times in listed.items() if times > 1]:
+        out.append(f'the param groups list {count_noun(len(twice), "parameter")} more than once, first "{twice[0]}"')
+    counters = [ckpt.value(name) for name in ("trainer.step", "scheduler.last_epoch")]
+    steps = max((n for n in counters if type(n) is int), default=0)
+    adaptive = any(v.option == "betas" for v in ckpt.values.values())
+    if adaptive and listed and steps > 0 and not any(t.component == "optim" for t in ckpt.tensors.values()):
+        out.append(f"no parameter has moments, after {count_noun(steps, 'step')} with param groups that have betas")
+    return out
+
+
+def _is_within(slot: tuple[int, ...], weight: tuple[int, ...]) -> bool:
+    """Tell whether a moment may be of a weight: it has as many dimensions, and none that is larger."""
+    return len(slot) == len(weight) and all(a <= b for a, b in zip(slot, weight, strict=True))
 
 
 _SHOWN = 6  # slots in a message

@@ -13,7 +13,7 @@ from ..engine.copy.tensor_digests import reporting
 from ..engine.copy.value_digests import state_roots
 from ..engine.discover.unread_files import classify_state_file
 from ..engine.doctor.checks import Examined, Request, run_checks
-from ..engine.doctor.checks_files import LOST, MISSING, UNREADABLE, make_refusal_finding
+from ..engine.doctor.checks_files import DIFFERS, LOST, MISSING, UNREADABLE, make_refusal_finding
 from ..engine.doctor.checks_numbers import NAN
 from ..engine.doctor.checks_optimizer import read_optimizer_steps, read_trainer_state_step
 from ..engine.doctor.examine import doctor
@@ -130,7 +130,7 @@ def list_damage(save: WatchedSave, options: OpenOptions, error: CkpttoolError, p
             0, Finding(MISSING, DAMAGE, m[1], (), f"{m[1]} is missing; files of other ranks or shards are there")
         )
     elif kind is not None:
-        out = [f for f in out if f.kind != UNREADABLE]  # which says the same
+        out = [f for f in out if f.kind not in (UNREADABLE, DIFFERS)]  # which say the same
         out.insert(0, Finding(FindingKind(kind), DAMAGE, None, (), str(error)))
     elif not out:
         out.append(_with_named_file(make_refusal_finding(error), save))

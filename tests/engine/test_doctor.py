@@ -170,6 +170,20 @@ def test_a_salvaged_copy_says_what_it_is(tmp_path: Path) -> None:
     assert doctor(tmp_path / "second.pt").missing == found.missing
 
 
+def test_what_changed_since_it_was_written_is_not_sound(tmp_path: Path) -> None:
+    ckpttool.convert(peers.FIXTURES / "hf_llama" / "ckpt", tmp_path / "hf", to="hf")
+    assert not doctor(tmp_path / "hf", read_data=True).findings
+    (file,) = (tmp_path / "hf").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    found = doctor(tmp_path / "hf", read_data=True)
+    assert not found.sound and [f.kind for f in found.findings] == ["differs"]
+    (tmp_path / "hf" / "ckpttool.json").write_text("{}")
+    found = doctor(tmp_path / "hf", read_data=True)
+    assert found.sound and [f.text.partition(":")[0] for f in found.findings] == ["digests were not compared"]
+
+
 def shards(folder: Path) -> dict[str, Tensors]:
     torch.manual_seed(1)
     folder.mkdir()

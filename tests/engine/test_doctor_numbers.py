@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,24 @@ def test_infinity_is_no_fault_in_a_single_number_of_a_callback(tmp_path: Path) -
     assert kinds({"callbacks": {"ModelCheckpoint": {"current_score": nan}}}) == ["nan"]
     assert kinds({"callbacks": {"Average": {"w": torch.tensor([1.0, torch.inf])}}}) == ["nan"]
     assert kinds({"state_dict": {"w": torch.ones(3, 2), "scale": inf}}) == ["nan"]
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [("optim.param_groups.0.lr", math.nan), ("optim.param_groups.0.betas", (0.9, math.nan)), ("scheduler.base_lrs", [math.nan]), ("scaler.scale", math.nan)],
+)  # fmt: skip
+def test_a_number_beside_tensors_that_is_none_is_named(tmp_path: Path, place: str, value: object) -> None:
+    tree: Any = {"model": {"w": torch.ones(2)}, "optim": {"state": {}, "param_groups": [{"params": ["w"]}]}, "scheduler": {"best": math.inf}, "scaler": {}}  # fmt: skip
+    torch.save(tree, tmp_path / "a.pt")
+    assert doctor(tmp_path / "a.pt", read_data=True).sound
+    component, *path, key = place.split(".")
+    inner = tree[component]
+    for part in path:
+        inner = inner[int(part) if part.isdigit() else part]
+    inner[key] = value
+    torch.save(tree, tmp_path / "a.pt")
+    (finding,) = doctor(tmp_path / "a.pt", read_data=True).findings
+    assert (finding.kind, finding.severity, finding.tensors) == ("nan", "damage", (place,))
 
 
 def test_the_rank_of_a_bad_element_and_blocks_that_are_smaller_than_tensors(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,51 @@ def test_weights_and_optimizer_of_two_runs(tmp_path: Path) -> None:
     torch.save({"model": {"x": torch.zeros(3)}, "optimizer": optimizer.state_dict()}, tmp_path / "mixed.pt")
     found = doctor(tmp_path / "mixed.pt")
     assert [f.kind for f in found.findings] == ["orphaned-state"]
+
+
+def drop_slot(tree: Any) -> None:
+    del tree["optim"]["state"]["0.bias"]["exp_avg_sq"]
+
+
+def transpose_moment(tree: Any) -> None:
+    tree["optim"]["state"]["0.weight"]["exp_avg"] = torch.zeros(6, 8)
+
+
+def list_twice(tree: Any) -> None:
+    tree["optim"]["param_groups"][0]["params"].append("0.bias")
+
+
+def drop_groups(tree: Any) -> None:
+    tree["optim"]["param_groups"] = []
+
+
+def drop_state(tree: Any) -> None:
+    tree["optim"]["state"] = {}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (drop_slot, "exp_avg_sq is missing for 1 of 6 parameters, first 0.bias"),
+        (transpose_moment, '"optim.state.0.weight.exp_avg" is [6, 8], and its weight [8, 6]'),
+        (list_twice, 'the param groups list 1 parameter more than once, first "0.bias"'),
+        (drop_groups, "the optimizer has state of 6 parameters, and no param groups"),
+        (drop_state, "no parameter has moments, after 3 steps with param groups that have betas"),
+    ],
+)
+def test_state_that_no_job_can_go_on_with_is_named_here_and_by_inspect(
+    tmp_path: Path, spoil: Callable[[Any], None], words: str
+) -> None:
+    model, optimizer, schedule = saved(tmp_path / "a.pt", "one")
+    optim = get_optimizer_state_dict(model, optimizer)
+    tree = {"model": model.state_dict(), "optim": optim, "scheduler": schedule.state_dict()}
+    torch.save(tree, tmp_path / "b.pt")
+    assert not doctor(tmp_path / "b.pt").findings and not ckpttool.inspect(tmp_path / "b.pt").missing
+    spoil(tree)
+    torch.save(tree, tmp_path / "b.pt")
+    (finding,) = doctor(tmp_path / "b.pt").findings
+    assert (finding.kind, finding.severity) == ("incomplete-state", "note") and words in finding.text
+    assert finding.text in ckpttool.inspect(tmp_path / "b.pt").missing
 
 
 def test_state_that_no_group_lists(tmp_path: Path) -> None:

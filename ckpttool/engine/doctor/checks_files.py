@@ -3,12 +3,15 @@ a layout could not read."""
 
 from __future__ import annotations
 
-from ...errors import CkpttoolError, Corrupt
+from ...errors import CkpttoolError, Corrupt, Differs
+from ..recorded import RECORD
 from ..salvage import Problem, ProblemKind
+from ..verification import VerifyResult, compare_recorded_digests
 from .checks import Examined, check
-from .findings import DAMAGE, Finding, FindingKind, define_kind
+from .findings import DAMAGE, NOTE, Finding, FindingKind, define_kind
 
 __all__ = [
+    "DIFFERS",
     "FILE_KINDS",
     "LOST",
     "MISSING",
@@ -33,6 +36,7 @@ FILE_KINDS: dict[ProblemKind, FindingKind] = {
 }
 MISSING = FILE_KINDS["missing"]
 CHECKSUM = define_kind("checksum", 19, "bytes do not have the CRC32 that the file carries", "what-is-recognised")
+DIFFERS = define_kind("differs", 20, "not what was recorded when it was written", "what-is-recognised")
 UNREADABLE = define_kind("unreadable", 210, "what stops a conversion, with its message", "what-is-recognised")
 #: What is said of a checkpoint as a whole.
 SALVAGED = define_kind("salvaged", 30, "this is a salvaged copy", "what-is-recognised")
@@ -50,6 +54,17 @@ def make_refusal_finding(e: CkpttoolError) -> Finding:
     """Convert the error that was raised when the checkpoint was opened to a finding."""
     wrong = e.wrong_bytes if isinstance(e, Corrupt) else None
     return Finding(CHECKSUM if wrong else UNREADABLE, DAMAGE, wrong, (), str(e))
+
+
+@check(DIFFERS, reads_data=True, needs_whole=True)
+def compare_with_record(at: Examined) -> list[Finding]:
+    """Compare the digests of tensors and values with those that ckpttool.json, or the checkpoint itself, has."""
+    out = VerifyResult(at.request.path, at.ckpt.layout, len(at.ckpt.tensors), at.ckpt.nbytes, "ok", 0, [])
+    try:
+        compare_recorded_digests(at.opened, at.digests or {}, out)
+    except Differs as e:
+        return [Finding(DIFFERS, DAMAGE, None, (), str(e))]
+    return [Finding(DIFFERS, NOTE, RECORD, (), text) for text in out.notes]
 
 
 @check(UNREADABLE)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...index.checkpoint import Checkpoint, TensorEntry
+from ...printable import count_noun
 from ..copy.averages import EXPONENT, Averages, describe_negative_averages, find_nonnegative_state
 from ..copy.dtypes import bits_dtype
 from ..copy.stream import Block
@@ -115,6 +116,27 @@ class NumbersCheck:
                 text = f"{len(names):,} weights {what}, first {names[0]}: they were never trained, or never written"
                 out.append(Finding(kind, NOTE, None, tuple(names), text))
         return out
+
+
+@check(NAN, reads_data=True)
+def find_nan_in_values(at: Examined) -> list[Finding]:
+    """Find NaN among the numbers that are no tensors: options of param groups, scheduler, grad scaler.
+
+    Infinity is no fault there: ReduceLROnPlateau begins with it as its best metric (torch/optim/lr_scheduler.py).
+    """
+    bad = tuple(
+        n for n, v in at.ckpt.values.items() if v.component in ("optim", "scheduler", "scaler") and _holds_nan(v.data)
+    )
+    if not bad:
+        return []
+    text = f'{count_noun(len(bad), "value holds", "values hold")} NaN, first "{bad[0]}". Take an earlier step'
+    return [Finding(NAN, DAMAGE, None, bad, text)]
+
+
+def _holds_nan(x: object) -> bool:
+    """Tell whether a value, or a list, tuple or dict at any depth, holds a NaN."""
+    parts = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple)) else ()
+    return (isinstance(x, float) and x != x) or any(map(_holds_nan, parts))
 
 
 @check(MASTERS)

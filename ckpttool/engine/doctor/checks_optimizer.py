@@ -13,7 +13,7 @@ from ...errors import CkpttoolError, Corrupt
 from ...formats.stored_tensors import decode_number
 from ...index.checkpoint import Checkpoint, find_orphaned_optimizer_state, joined
 from ...index.names import step_count
-from ...index.optimizers import describe_lost_slots, find_lost_slots
+from ...index.optimizers import describe_incomplete_state, describe_lost_slots, find_lost_slots
 from ...index.param_groups import (
     describe_group_differences,
     describe_ungrouped_state,
@@ -39,6 +39,12 @@ UNGROUPED_STATE = define_kind(
     "ungrouped-state",
     195,
     "optimizer state of parameters that no param group lists",
+    "what-is-whole-and-yet-does-not-load",
+)
+INCOMPLETE_STATE = define_kind(
+    "incomplete-state",
+    196,
+    "optimizer state that lacks slots, has other shapes than the weights, or is none at all",
     "what-is-whole-and-yet-does-not-load",
 )
 LEFTOVER = define_kind("leftover", 200, "files of an earlier save", "what-is-whole-and-yet-does-not-load")
@@ -71,6 +77,12 @@ def find_state_without_group(at: Examined) -> list[Finding]:
     """Find optimizer state of parameters that no param group lists."""
     names = find_ungrouped_state(at.ckpt)
     return [Finding(UNGROUPED_STATE, NOTE, None, tuple(names), describe_ungrouped_state(names))] if names else []
+
+
+@check(INCOMPLETE_STATE, needs_whole=True)
+def find_incomplete_state(at: Examined) -> list[Finding]:
+    """Find what the optimizer's state lacks, or has twice, by itself."""
+    return [Finding(INCOMPLETE_STATE, NOTE, None, (), text) for text in describe_incomplete_state(at.ckpt)]
 
 
 @check(PARAM_GROUPS)
