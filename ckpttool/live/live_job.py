@@ -24,6 +24,7 @@ import torch
 from ..errors import Differs, DoesNotFit, Unsupported, UsageError, argument
 from ..formats.pickles import short
 from ..index.checkpoint import Path, TensorEntry, Value, joined, same_bytes
+from ..index.composites import MARK
 from ..index.fqns import strip_wrappers
 from ..index.trees import nest
 from ..printable import list_first
@@ -588,6 +589,8 @@ class LiveJob:
                 self.notes.append(f'"{n}" has {e.nbytes} bytes and is not among the values; read it by storage_reader')
             else:
                 entries[n] = e
+        if left := [n for n, e in self.entries.items() if self._has_no_place(e)]:
+            self.notes.append(f"{_list_names(left)} of the checkpoint was not loaded; nothing in the job takes it")
         leaves = {entries[n].path: x for n, x in self._read_entries(entries).items()}
         self.rest = nest(leaves) if leaves else {}
         step: Any = leaves.get(("trainer", "step"))
@@ -599,6 +602,14 @@ class LiveJob:
             }
             step = max(self._read_entries(steps).values(), default=None)
         self.step = int(step) if step is not None and math.isfinite(step) else None
+
+    def _has_no_place(self, e: TensorEntry | Value) -> bool:
+        """Tell whether an entry lies beside what is loaded of model and optimizer: a value of the model that is no
+        extra state, or what an optimizer has besides its state and its param groups."""
+        if e.component == "optim":
+            return bool(self.optimizers) and not e.is_optimizer_state and not e.is_param_group
+        of_model = e.component == "model" and isinstance(e, Value) and e.path[-1] != MARK
+        return of_model and _EXTRA_STATE.match(e.local_name) is None and e.local_name not in self.other
 
     # -------------------------------------------------------------------------------------------------------- the end
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shlex
 
+from ..printable import list_first
 from .journal import Event
 
 __all__ = ["describe_event"]
 
+_MOST_FILES = 4  # names in a line
 _WORDS = {
     "failed": "FAILED",
     "rechecked": "read again, and equal",
@@ -40,6 +42,8 @@ def describe_event(event: Event) -> list[str]:
         compared = f"compared with {before['name']}" if before else "nothing to compare it with"
         accepted = " (accepted)" if event.get("accepted") else ""
         lines = [f"{what}: verified{accepted}, {event['layout']}, {cost}, {compared}, blake3:{event['digest']['all']}"]
+    if aside := event.get("not_read"):
+        lines.append(f"  warning: not read, so not proved: {list_first(aside, _MOST_FILES)}")
     return lines + [
         f"  {'warning: ' if f['severity'] == 'note' else ''}{f['kind']}: {f['text']}" for f in event.get("findings", ())
     ]

@@ -438,6 +438,23 @@ class Forgetful(Scaled):
         self.extra = {**state, "amax": torch.zeros(3)}
 
 
+def test_entries_that_nothing_in_the_job_takes_are_named(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    weights, optim = get_state_dict(model, optimizer)
+    tree: Any = {"model": {**weights, "scale": 2.0}, "optim": {**optim, "drawn": torch.ones(3), "calls": 7}}
+    torch.save(tree, tmp_path / "a.pt")
+    (note,) = ckpttool.load(model, optimizer, tmp_path / "a.pt").notes
+    assert note == (
+        '"optim.drawn", "model.scale", "optim.calls" of the checkpoint was not loaded; nothing in the job takes it'
+    )
+    assert ckpttool.load(model, None, tmp_path / "a.pt").notes == [
+        '"model.scale" of the checkpoint was not loaded; nothing in the job takes it'
+    ]
+
+
 class Rounding(torch.optim.SGD):
     """An optimizer that saves something else than it holds."""
 

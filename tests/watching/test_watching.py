@@ -30,6 +30,7 @@ from pages import program
 from ckpttool.errors import Corrupt, Locked, UsageError
 from ckpttool.watching import journal as journal_module
 from ckpttool.watching import watch as watch_module
+from ckpttool.watching.describe import describe_event
 from ckpttool.watching.gentle import Pace
 from ckpttool.watching.journal import open_journal
 from ckpttool.watching.request import WatchRequest
@@ -222,6 +223,13 @@ def test_a_save_that_is_being_written_is_not_damaged(job: Job) -> None:
     job.step = 1
     job.save()
     assert words(look(job.run)) == [("step-2", "verified")] and link(job.run) == "step-3"
+
+
+def test_what_was_not_read_is_said_with_the_verdict(job: Job) -> None:
+    torch.save(torch.get_rng_state(), job.save() / "rng_state_0.pth")
+    (event,) = look(job.run)
+    assert event["not_read"] == ["rng_state_0.pth"]
+    assert describe_event(event)[1:] == ["  warning: not read, so not proved: rng_state_0.pth"]
 
 
 def test_files_that_look_old_are_doubted_before_damage_is_said(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
