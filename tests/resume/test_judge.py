@@ -837,6 +837,23 @@ def test_values_are_alike_whatever_holds_them_but_true_is_not_one() -> None:
     assert not are_equal_values({"a": 1}, {"a": 1, "b": 2})
 
 
+def test_a_number_is_equal_to_a_tensor_that_holds_it_and_to_no_other() -> None:
+    import torch
+
+    from ckpttool.resume.trace import side_state as beside
+
+    for number, held, equal in (
+        (3, torch.tensor(3), True), (3.0, torch.tensor(3), True), (3.5, torch.tensor(3), False), (0.1, torch.tensor(0.1), True),
+        (2, torch.tensor(True), False), (1, torch.tensor(True), True), (1 << 70, torch.tensor(3), False), (-1, torch.tensor(255, dtype=torch.uint8), False),
+    ):  # fmt: skip
+        a, b = (
+            Trace(layout="dcp", values={"extra.n": number}),
+            Trace(layout="dcp", others={"extra.n": beside.make_array_mark(held)}),
+        )
+        (check,) = [c for c in judge_single_run(a, b)[0] if c.name == "config.values"]
+        assert check.verdict == ("pass" if equal else "fail"), (number, held)
+
+
 def test_keys_of_a_configuration_that_say_nothing_about_the_computation_are_ignored() -> None:
     a = {"rope_theta": 1e4, "torch_dtype": "float32", "use_cache": True, "text": {"eps": 1e-6, "dtype": "x"}, "new": 1}
     a["transformers_version"] = "4.57"

@@ -309,7 +309,9 @@ def _is_same_number(a: object, b: object) -> bool:
 
     from ..trace.side_state import make_array_mark
 
-    return (
-        make_array_mark(torch.tensor(number, dtype=getattr(torch, marked.kind, None)).reshape(marked.shape))[2]
-        == marked.digest
-    )
+    try:
+        held = torch.tensor(number, dtype=getattr(torch, marked.kind, None)).reshape(marked.shape)
+    except (OverflowError, RuntimeError, ValueError):  # its dtype has no such number
+        return False
+    same = held.is_floating_point() or held.item() == number  # of integers, a cast may make another one
+    return same and make_array_mark(held)[2] == marked.digest
