@@ -150,6 +150,11 @@ class SaveReader:
         self.files: Files = Files(where.source) if beside is None else beside.files
         self.everyone: list[File] = []  # the model files of all ranks, if there are several tensor-parallel ones
         self.notes: list[str] = []
+        if beside is None and self.save.folder and options.tag is None and not self.source.exists(latest):
+            self.notes.append(
+                f"there is no file {latest}, so DeepSpeed's load_checkpoint finds this save only with "
+                f'tag="{self.save.folder[:-1]}"'
+            )
         self.homes: dict[str, File] = {}  # of entries of `module` that have files of their own
         self.stacks: dict[str, TensorEntry] = {}  # weights of which each expert has a part in a file of its own
         self.masters: dict[str, TensorEntry] = {}  # trainable parameters, wherever their weights lie

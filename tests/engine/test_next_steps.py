@@ -72,6 +72,17 @@ def test_no_job_is_said_to_resume_from_a_copy_of_another_rank_s_file(
     assert "resumes" not in found.next and "fetch that file again" in found.next
 
 
+@pytest.mark.parametrize(("case", "latest"), [("zero3_w4", "latest"), ("universal_z1_w2", "latest_universal")])
+def test_a_save_that_deepspeed_finds_only_by_its_tag_is_said_to_be_one(case: str, latest: str, tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / case / "ckpt", tmp_path / "in")
+    assert not [n for n in ckpttool.inspect(tmp_path / "in").notes if "latest" in n]
+    tag = (tmp_path / "in" / latest).read_text()
+    (tmp_path / "in" / latest).unlink()
+    said = f'there is no file {latest}, so DeepSpeed\'s load_checkpoint finds this save only with tag="{tag}"'
+    assert [n for n in ckpttool.inspect(tmp_path / "in").notes if n.startswith(said)]
+    assert not [n for n in ckpttool.inspect(tmp_path / "in" / tag).notes if "latest" in n]
+
+
 def test_a_sparse_update_of_weights_is_no_model(tmp_path: Path) -> None:
     state = {"model.a.weight.indices": torch.arange(4), "model.a.weight.values": torch.ones(4)}
     save_file(state, tmp_path / "model.safetensors")
