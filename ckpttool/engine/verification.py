@@ -285,7 +285,9 @@ def _verify_against(
         )
     if configs:
         out.notes.append(f"different, though no state, beside the two: {list_first(configs, 5)}")
-    if apart := sorted((_list_components(ckpt) ^ _list_components(second)) - shared):
+    asked = part.only if part.by_component else None  # other components were left out on purpose
+    apart = sorted(c for c in _list_components(ckpt) ^ _list_components(second) if asked is None or c in asked)
+    if apart:
         out.notes.append(f"not compared, since only one of the two has it: {', '.join(apart)}")
     out.against = {"path": urls.display_path(name), "components": sorted(shared), "verdict": "equal"}
 

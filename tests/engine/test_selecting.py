@@ -94,6 +94,14 @@ def test_a_part_has_the_param_groups_of_its_parameters_and_says_that_it_is_one(s
         ckpttool.verify(tmp_path / "part", against=other)
 
 
+def test_components_that_were_not_asked_for_are_not_said_to_be_in_one_of_two_alone(saved: Path, tmp_path: Path) -> None:
+    found = ckpttool.verify(saved, against=saved, only=["model"])
+    assert found.against and found.against["components"] == ["model"] and not found.notes
+    torch.save({"model": torch.load(saved)["model"]}, tmp_path / "weights.pt")
+    found = ckpttool.verify(saved, against=tmp_path / "weights.pt", only=["model", "optim"])
+    assert found.notes == ["not compared, since only one of the two has it: optim"]
+
+
 def test_recorded_digests_of_a_part_are_compared(saved: Path, tmp_path: Path) -> None:
     ckpttool.convert(saved, tmp_path / "whole", to="dcp", world_size=1)
     record = json.loads((tmp_path / "whole" / "ckpttool.json").read_text())
