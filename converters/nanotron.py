@@ -24,7 +24,8 @@ fixtures/nanotron, which those wrote (fixtures/nanotron_jobs.py).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -37,7 +38,17 @@ from ckpttool.formats import safetensors_header, stored_tensors, torch_zip
 from ckpttool.formats.pickles import Opaque
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index import boxes
-from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, Value, joined
+from ckpttool.index.checkpoint import (
+    ITEMSIZE,
+    Checkpoint,
+    Chunks,
+    Path,
+    Replica,
+    TensorEntry,
+    Value,
+    joined,
+    make_per_rank_path,
+)
 from ckpttool.index.records import Extent, Record, Records
 from ckpttool.layouts import Layout, Place, ReadOptions
 from ckpttool.program import Advice, Program, SeenFolder, Unfinished
@@ -51,6 +62,8 @@ _OPTIMIZER = re.compile(
     r"optimizer_pp-(?P<pp>\d+)-of-\d+(?:_dp-(?P<dp>\d+)-of-\d+)?_tp-(?P<tp>\d+)-of-\d+(?:_exp-\d+-of-(?P<experts>\d+))?\.pt"
 )
 _RANDOM = re.compile(r"tp-(?P<tp>\d+)-of-(?P<T>\d+)_dp-(?P<dp>\d+)-of-(?P<D>\d+)_pp-(?P<pp>\d+)-of-(?P<P>\d+)\.pt")
+#: What a file of the optimizer holds that is read.
+_OF_OPTIMIZER = frozenset(("state", "param_groups", "names", "gradient_accumulator"))
 _MOST_JSON, _MOST_DEPTH = 256 << 20, 64
 
 
@@ -133,6 +146,7 @@ class _Reading(ByFields):
     values: dict[str, Value] = field(default_factory=dict)
     records: Records = field(default_factory=Records)
     notes: list[str] = field(default_factory=list)
+    replicas: list[Replica] = field(default_factory=list)
     parts: dict[tuple[str, int, int], _Part] = field(default_factory=dict)  # (name, pp, tp) of parameters that are cut
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     world: int | None = None
@@ -156,6 +170,7 @@ class _Reading(ByFields):
             trainer="nanotron",
         )
         out.records, out.ranks, out.notes = self.records, self.ranks, self.notes
+        out.replicas = self.replicas
         return out
 
     def read_model(self) -> None:
@@ -244,7 +259,7 @@ class _Reading(ByFields):
 
     def _assemble_tensor(self, path: Path, dtype: str, shape: tuple[int, ...], held: list[_Held]) -> None:
         """Assemble a tensor from the boxes that ranks hold, and add it to the index. Of equal boxes the first one is
-        used.
+        used, and the others are replicas of it.
 
         Args:
             path: its canonical path.
@@ -256,21 +271,18 @@ class _Reading(ByFields):
             Corrupt: the parts leave gaps or overlap.
         """
         chunks = Chunks(len(shape))
-        seen = set()
+        seen: dict[tuple[tuple[int, ...], tuple[int, ...]], TensorEntry] = {}
         for file, offset, strides, box in held:
-            if (box.start, box.shape) in seen or not prod(box.shape):
-                continue  # a copy: of another tensor-parallel rank
-            seen.add((box.start, box.shape))
+            if not prod(box.shape):
+                continue
             at = offset + ITEMSIZE[dtype] * sum(a * s for a, s in zip(box.local, strides, strict=True))
-            row_major = boxes.is_row_major(box.shape, strides)
-            chunks.add(
-                box.start,
-                box.shape,
-                file,
-                at,
-                boxes.span(box.shape, strides) * ITEMSIZE[dtype],
-                None if row_major else strides,
-            )
+            length = boxes.span(box.shape, strides) * ITEMSIZE[dtype]
+            stored = None if boxes.is_row_major(box.shape, strides) else strides
+            piece = TensorEntry(dtype, box.shape, path, Chunks.whole(box.shape, file, at, length, stored))
+            if (first := seen.setdefault((box.start, box.shape), piece)) is piece:
+                chunks.add(box.start, box.shape, file, at, length, stored)
+            else:  # of another tensor-parallel rank
+                self.replicas.append(Replica(joined(path), self.ranks.get(file, 0), first, piece))
         why = boxes.find_cover_problem(shape, chunks.boxes())
         if why is not None:
             raise Corrupt(
@@ -305,14 +317,21 @@ class _Reading(ByFields):
         dtypes: dict[tuple[str, str], str] = {}
         steps: dict[tuple[str, str], tuple[object, object]] = {}
         groups: list[tuple[dict[str, Any], dict[str, None]]] = []
+        slots: dict[str, set[str]] = {}
+        unnamed: dict[int, None] = {}
         self.source.prefetch_ends(f"optimizer/{n}" for n in names)
         for file in names:
             m = _OPTIMIZER.fullmatch(file)
             assert m is not None
             number, tree = self._read_torch_file(f"optimizer/{file}")
-            self.ranks[number] = (int(m["pp"]) * dps + int(m["dp"] or 0)) * tps + int(m["tp"])
+            rank = self.ranks[number] = (int(m["pp"]) * dps + int(m["dp"] or 0)) * tps + int(m["tp"])
             try:
                 called = {k: self._to_model_name(str(n)) for k, n in tree["names"].items()}
+                for k, name in called.items():
+                    if (own := set(tree["state"].get(k, {}))) != slots.setdefault(name, own):
+                        raise ValueError(f"{name} has {sorted(own)}, elsewhere {sorted(slots[name])}")
+                for key in (k for k in tree if k not in _OF_OPTIMIZER):
+                    self._add_leaves(("extra", *make_per_rank_path(rank, ("optim", str(key)))), number, tree[key])
                 rows = [(called[k], slot, x) for k, slots in tree["state"].items() for slot, x in slots.items()]
                 rows += [
                     (self._to_model_name(str(n)), "", x) for n, x in (tree.get("gradient_accumulator") or {}).items()
@@ -339,6 +358,8 @@ class _Reading(ByFields):
                             f"ranks differ in param group {i}; that of the first file is kept, not that of {file}"
                         )
                     groups[i][1].update(dict.fromkeys(called[k] for k in group["params"] if k in called))
+                    if any(k not in called for k in group["params"]):
+                        unnamed[i] = None
             except (KeyError, TypeError, AttributeError, ValueError, IndexError) as e:
                 raise Corrupt(
                     f"{self.source.root}/optimizer/{file}: not what nanotron saves ({type(e).__name__}: {e}).",
@@ -349,6 +370,30 @@ class _Reading(ByFields):
             self._assemble_tensor(path, dtypes[name, slot], self.shapes[name], held)
         for (name, slot), (_, leaf) in steps.items():
             self._add_leaf(("optim", "state", name, slot), leaf)
+        self._add_param_groups(groups, unnamed)
+
+    def _add_param_groups(self, groups: list[tuple[dict[str, Any], dict[str, None]]], unnamed: Iterable[int]) -> None:
+        """Add the param groups to the index.
+
+        Args:
+            groups: for each, its hyperparameters and the names of its parameters.
+            unnamed: the numbers of those that have parameters without a name.
+
+        Raises:
+            Corrupt: a parameter is in two groups.
+        """
+        listed = Counter(name for _, members in groups for name in members)
+        if twice := [name for name, count in listed.items() if count > 1]:
+            raise Corrupt(
+                f'{self.source.root}/optimizer: "{twice[0]}" is in one param group in the file of one rank and in '
+                "another in that of another. They are from different saves; fetch the files of one save.",
+                code="CKPT0409",
+            )
+        if numbers := ", ".join(map(str, unnamed)):
+            self.notes.append(
+                f"param group {numbers} has parameters without optimizer state; nanotron does not save their names, so "
+                "the group does not list them"
+            )
         for i, (hyper, members) in enumerate(groups):
             for key, data in {**hyper, "params": list(members)}.items():
                 self._add_leaf(("optim", "param_groups", i, key), data)
@@ -473,9 +518,8 @@ class _Reading(ByFields):
         found = self._read_json_file(_META)
         for key, data in self._get_object(_META, found, "metas").items():
             self._add_leaf(("trainer", "step" if key == "last_train_step" else key), data)
-        for key in ("version", "tp", "dp"):
-            if key in found:
-                self._add_leaf(("extra", "nanotron", key), found[key])
+        for key in (k for k in found if k != "metas"):
+            self._add_leaf(("extra", "nanotron", key), found[key])
         if self.source.exists("lr_scheduler/lr_scheduler.pt"):
             number, tree = self._read_torch_file("lr_scheduler/lr_scheduler.pt")
             self._add_leaves(("scheduler",), number, tree)
@@ -529,11 +573,17 @@ class _Reading(ByFields):
             self._add_leaf(at, leaf)
 
     def _add_leaf(self, path: Path, leaf: object) -> None:
-        """Add a tensor or a value to the index at a path; an entry that is there is replaced."""
+        """Add a tensor or a value to the index at a path.
+
+        Raises:
+            Corrupt: there is one already.
+        """
+        if (name := joined(path)) in self.tensors or name in self.values:
+            raise Corrupt(f'{self.source.root}: two entries of its files are named "{name}".', code="CKPT0416")
         if isinstance(leaf, TensorEntry):
-            self.tensors[joined(path)] = leaf
+            self.tensors[name] = leaf
         else:
-            self.values[joined(path)] = Value(path, leaf)
+            self.values[name] = Value(path, leaf)
 
 
 def _parse_slice(text: str, n: int) -> tuple[int, int]:

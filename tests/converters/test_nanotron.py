@@ -141,3 +141,51 @@ def test_a_file_deep_in_the_folders_of_the_model_that_is_not_read_is_listed(tmp_
     source = copied("zero1", tmp_path)
     (source / "model" / "model" / "embed" / "extra_state.pt").write_bytes(b"x")
     assert [row["name"] for row in ckpttool.inspect(source).not_read] == ["model/model/embed/extra_state.pt"]
+
+
+def optimizer(folder: Path, change: Callable[[Any], None], ranks: str = "") -> None:
+    for file in sorted((folder / "optimizer").glob(f"*{ranks}_exp*.pt" if ranks else "*.pt")):
+        tree = torch.load(file, weights_only=True)
+        change(tree)
+        torch.save(tree, file)
+
+
+def test_what_users_add_to_counters_and_optimizer_is_carried(tmp_path: Path) -> None:
+    source = copied("zero0", tmp_path)
+    about = json.loads((source / "checkpoint_metadata.json").read_text())
+    (source / "checkpoint_metadata.json").write_text(json.dumps({**about, "cp": 2, "custom_metas": {"seen": [1]}}))
+    optimizer(source, lambda tree: tree.update(inner={"k": 3}), "tp-1-of-2")
+    ckpttool.convert(source, tmp_path / "out.pt", to="full")
+    extra = load_full(tmp_path / "out.pt")["extra"]
+    assert extra["nanotron"] == {
+        **{k: about[k] for k in ("version", "tp", "dp")},
+        "cp": 2,
+        "custom_metas": {"seen": [1]},
+    }
+    assert extra["per_rank"] == {str(rank): {"optim": {"inner": {"k": 3}}} for rank in (1, 3)}
+
+
+def test_parameters_without_state_which_groups_cannot_list_are_noted(tmp_path: Path) -> None:
+    source = copied("zero0", tmp_path)
+    assert not any("without optimizer state" in n for n in ckpttool.inspect(source).notes)
+    optimizer(source, lambda tree: tree["param_groups"][1]["params"].append(9))
+    assert any(
+        n.startswith("param group 1 has parameters without optimizer state") for n in ckpttool.inspect(source).notes
+    )
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (lambda d: optimizer(d, lambda t: t["state"][4]["exp_avg"].add_(1), "dp-0-of-2_tp-1-of-2"), "copies of 1 of .*norm.weight.exp_avg"),
+        (lambda d: optimizer(d, lambda t: t["state"][4].pop("step"), "dp-0-of-2_tp-1-of-2"), "norm.weight has .*'exp_avg_sq'.*, elsewhere"),
+        (lambda d: optimizer(d, lambda t: t["param_groups"][0]["params"].__setitem__(0, 4), "dp-0-of-2_tp-1-of-2"), "in one param group in the file of one rank"),
+        (lambda d: torch.save({"tp_synced": {"random": (3, (1,), None)}}, d / "random/tp-0-of-1_dp-0-of-2_pp-0-of-1.pt"), "two entries"),
+    ],
+    ids=["replica", "slot", "group", "random"],
+)  # fmt: skip
+def test_ranks_that_disagree_beside_their_own_parts_are_refused(harm: Any, says: str, tmp_path: Path) -> None:
+    folder = copied("zero1", tmp_path)
+    harm(folder)
+    with pytest.raises(Corrupt, match=says):
+        ckpttool.convert(folder, tmp_path / "out.pt", to="full")
