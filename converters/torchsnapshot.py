@@ -187,6 +187,9 @@ class _Reading:
             if e["type"] == "object" and isinstance(e.get("location"), str)
         }
         self.source.prefetch_ends(sorted(whole))
+        home: dict[str, int] = {}  # {key of the state: the first rank that has it}
+        for key, rows in self.entries.items():
+            home[key[0]] = min(home.get(key[0], self.world), *rows)
         for key, rows in self.entries.items():
             if key in self.containers:
                 continue
@@ -195,18 +198,22 @@ class _Reading:
             if any(e["type"] in _SHARDED for e in rows.values()):
                 out[path] = self._read_sharded(path, rows)
                 continue
-            if any(e.get("replicated") is True for e in rows.values()):
+            if any(e.get("replicated") is True and "serialized_value" not in e for e in rows.values()):
                 rows = dict(list(rows.items())[:1])
             elif role == "rng" and self.world > 1:
                 for rank, entry in rows.items():
                     out.update(self._read_leaf((path[0], str(rank), *path[1:]), entry))
                 continue
             first, *others = sorted(rows)
-            ours = self._read_leaf(path, rows[first])
-            out.update(ours)
+            ours: Leaves = {}
+            if role in ("model", "optim") or first == home[key[0]] or "serialized_value" not in rows[first]:
+                ours = self._read_leaf(path, rows[first])
+                out.update(ours)
+            else:  # a value that the first rank does not have
+                others = [first, *others]
             for rank in others:
                 theirs = self._read_leaf(path, rows[rank])
-                if self._has_equal_leaves(ours, theirs):
+                if ours and self._has_equal_leaves(ours, theirs):
                     continue
                 if role in ("model", "optim"):
                     copies.append(joined(path))

@@ -204,7 +204,8 @@ class _Reading:
             elif any(isinstance(x, StoredTensor) for _, _, x in column):
                 out[path] = self._read_common_tensor(path, [(r, x) for r, _, x in column])
             else:
-                out |= self._merge_values(path, [(r, x) for r, _, x in column])
+                state = ROLES.get(name) in ("model", "optim")
+                out |= self._merge_values(path, [(r, x) for r, _, x in column], column[0][0] if state else ranks[0])
         return out
 
     def _refuse_tensor_subclasses(self, item: str, ranks: list[Rank], flat: list[Leaves]) -> None:
@@ -443,13 +444,14 @@ class _Reading:
             self.files.notes.append(f"ranks differ in {name}: rank {r.rank}'s is read, {lost}")
         return self.files.entry(r.file, first)
 
-    def _merge_values(self, path: Path, column: list[tuple[Rank, object]]) -> dict[Path, object]:
+    def _merge_values(self, path: Path, column: list[tuple[Rank, object]], first: Rank) -> dict[Path, object]:
         """Return {path: value} of the first rank's value, and of those of other ranks that differ, below
         extra.per_rank.<rank>.
 
         Args:
             path: the path of the value.
             column: (rank, its value at that path) of each rank that has one.
+            first: the rank whose value has the path; where it has none, all are of other ranks.
 
         Raises:
             Unsupported: a DTensor is inside a tuple.
@@ -463,8 +465,8 @@ class _Reading:
                     code="CKPT0319",
                 )
             data.append((r.rank, stored_tensors.inline_tensors(x, self.files.reader(r.file), self.files.path(r.file))))
-        out = {path: data[0][1]}
-        differ = [(rank, x) for rank, x in data[1:] if not same_value(x, data[0][1])]
+        out = {path: data[0][1]} if data[0][0] == first.rank else {}
+        differ = [(rank, x) for rank, x in data if not out or not same_value(x, out[path])]
         if differ:
             self.files.notes.append(
                 f"ranks differ in {joined(path)}: the first rank's is kept under its name, the others' as "

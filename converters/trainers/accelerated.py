@@ -171,9 +171,9 @@ def _list_fairseq2_parts(source: Source) -> list[DirectoryPart]:
         ("trainer", "trainer", r"rank_(\d+)\.pt"),
         ("data_reader", "dataloader", r"dp_(\d+)\.pt"),
     ):
-        for name, rank in match_numbered_names(source.list(folder), pattern) if folder in names else ():
+        for i, (name, rank) in enumerate(match_numbered_names(source.list(folder), pattern) if folder in names else ()):
             own = (str(rank),) if component == "dataloader" else ()
-            out.append(DirectoryPart(f"{folder}/{name}", DATA, component, own, rank="" if own else str(rank)))
+            out.append(DirectoryPart(f"{folder}/{name}", DATA, component, own, rank="" if own or not i else str(rank)))
     return out
 
 

@@ -108,8 +108,9 @@ class DirectoryPart(ByFields):
         renamed: what the names of the optimizer's parameters lack of those of the weights.
         places: {key at the root of a part of DATA: the canonical path of what it holds}, where that is not in the
             component.
-        rank: whose file it is, where each rank writes one with the same keys. What a later rank repeats is there
-            already, and what it has otherwise is extra.per_rank.<rank>.<key>.
+        rank: whose file it is, where each rank writes one with the same keys; "" for the first. What a later rank
+            repeats is there already, and what it has otherwise, outside of its own `places`, is
+            extra.per_rank.<rank>.<key>.
     """
 
     name: str
@@ -545,10 +546,11 @@ def _read_data_part(source: Source, part: DirectoryPart, options: ReadOptions, w
             _refuse_stray_weights(what, (p for p, x in leaves.items() if isinstance(x, TensorEntry)), whole)
     for path, leaf in leaves.items():
         if part.layout == DATA:
+            shared = part.rank and part.rank not in part.places.get(str(path[0]) if path else "", ())
             path = _to_canonical_path(part, path)
-            if part.rank and (known := whole.values.get(joined(path))) is not None and same_value(known.data, leaf):
+            if shared and (known := whole.values.get(joined(path))) is not None and same_value(known.data, leaf):
                 continue
-            if part.rank and (joined(path) in whole.tensors or joined(path) in whole.values):
+            if shared:
                 path = ("extra", *make_per_rank_path(part.rank, path))
         if (name := joined(path)) in out.tensors or name in out.values:
             raise Corrupt(f'two entries of {what} are named "{name}".', code="CKPT0416")

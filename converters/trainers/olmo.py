@@ -45,9 +45,9 @@ def _list_rank_files(source: Source) -> list[tuple[str, int]]:
 def _list_parts(source: Source) -> list[DirectoryPart]:
     """List the parts: the folder of dcp, and the file of each rank."""
     out = [DirectoryPart(_MODEL, "dcp", "model", whole=True)]
-    for name, rank in _list_rank_files(source):
+    for i, (name, rank) in enumerate(_list_rank_files(source)):
         places = {"rng": ("rng", str(rank)), "data_loader": ("dataloader",)}
-        out.append(DirectoryPart(f"{_TRAIN}/{name}", DATA, "trainer", places=places, rank=str(rank)))
+        out.append(DirectoryPart(f"{_TRAIN}/{name}", DATA, "trainer", places=places, rank=str(rank) if i else ""))
     return out
 
 

@@ -67,13 +67,13 @@ def _list_parts(source: Source) -> list[DirectoryPart]:
     else:
         out = _list_parts_of_later_release(source)
     out += [DirectoryPart(name, DATA, "dataloader", (str(rank),)) for name, rank in _list_rank_files(source, "loader")]
-    for name, rank in _list_rank_files(source, _STATE):
+    for i, (name, rank) in enumerate(_list_rank_files(source, _STATE)):
         places = {
             "lr_scheduler": ("scheduler",),
             "train_dataloader": ("dataloader", str(rank)),
             "torch_rng_state": ("rng", str(rank), "cpu"),
         }
-        out.append(DirectoryPart(name, DATA, "trainer", places=places, rank=str(rank)))
+        out.append(DirectoryPart(name, DATA, "trainer", places=places, rank=str(rank) if i else ""))
     return out
 
 

@@ -127,3 +127,17 @@ def test_a_large_index_with_olmo_core_s_class_is_read_as_a_small_one(
     small = places()
     monkeypatch.setattr(_dcp_metadata, "_LARGE_BYTES", 0)
     assert places() == small
+
+
+def test_what_only_a_later_rank_has_is_that_rank_s(tmp_path: Path) -> None:
+    source = copied(tmp_path)
+    for rank in range(3):
+        more: dict[str, Any] = {"empty": {"seen": rank} if rank else {}, "rows": [5] * (rank + 1)}
+        saved = rank_of(source, rank)
+        saved["callbacks"] = more
+        torch.save(saved, source / "train" / f"rank{rank}.pt")
+    ckpttool.convert(source, tmp_path / "out.pt", to="full")
+    tree = load_full(tmp_path / "out.pt")
+    assert tree["trainer"]["callbacks"] == {"empty": {}, "rows": [5]}
+    found = {r: x["trainer"]["callbacks"] for r, x in tree["extra"]["per_rank"].items()}
+    assert found["1"] == {"empty": {"seen": 1}, "rows": [5, 5]}

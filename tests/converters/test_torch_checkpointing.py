@@ -392,3 +392,15 @@ def test_a_slot_whose_name_no_file_can_have_is_refused_and_leaves_nothing(slot: 
     with pytest.raises(Unsupported, match="which no file can be"):
         ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="universal")
     assert [p.name for p in tmp_path.iterdir()] == ["in.pt"]
+
+
+def test_values_of_an_item_that_only_a_later_rank_has_are_that_rank_s(tmp_path: Path) -> None:
+    source = copied("safetensors", tmp_path)
+    changed(source, lambda found: found["metadata"].update(ema=found["metadata"]["optimizer"]))
+    for rank in range(2):
+        tree = torch.load(source / f"optimizer_{rank}.pt", weights_only=False)
+        tree["param_groups"][0].update({"seen": 5} if rank else {})
+        torch.save(tree, source / f"ema_{rank}.pt")
+    with ckpttool.open(source) as opened:
+        found = {n: v.data for n, v in opened.checkpoint.values.items() if n.endswith("seen")}
+    assert found == {"extra.per_rank.1.ema.param_groups.0.seen": 5}

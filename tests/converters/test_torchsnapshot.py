@@ -128,6 +128,17 @@ def test_ranks_are_one_state(tmp_path: Path) -> None:
     assert any("ranks differ in progress.seen" in n for n in done.notes)
 
 
+def test_values_that_only_a_later_rank_has_are_that_rank_s(tmp_path: Path) -> None:
+    """They would lengthen the first rank's list."""
+    out = two_ranks(tmp_path / "snap")
+    out.value("1/progress/names/2", 5)
+    out.value("1/progress/empty/seen", 6)
+    with ckpttool.open(out.done()) as opened:
+        values = {n: v.data for n, v in opened.checkpoint.values.items()}
+    assert values["extra.progress.names"] == ["a b", True] and values["extra.progress.empty"] == {}
+    assert values["extra.per_rank.1.progress.names.2"] == 5 and values["extra.per_rank.1.progress.empty.seen"] == 6
+
+
 def test_one_rank_may_hold_what_others_do_not(tmp_path: Path) -> None:
     """Stages of a pipeline; shards that some ranks got nothing of."""
     out = two_ranks(tmp_path / "snap")

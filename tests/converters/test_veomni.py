@@ -89,12 +89,13 @@ def test_a_step_is_one_state(save: Any, tmp_path: Path) -> None:
     assert weights_in_hf(tmp_path / "global_step_3", tmp_path / "hf", truth)
 
 
-def test_a_rank_with_a_number_where_the_other_has_a_dict_is_refused(tmp_path: Path) -> None:
+def test_a_rank_with_a_number_where_the_other_has_a_dict_keeps_its_own(tmp_path: Path) -> None:
     old(tmp_path / "step")
     file = tmp_path / "step" / "extra_state" / "extra_state_rank_0.pt"
     torch.save({**torch.load(file, weights_only=False), "lr_scheduler": 0.5}, file)
-    with pytest.raises(ckpttool.errors.Corrupt, match=r"scheduler\.last_epoch' is inside a value"):
-        ckpttool.open(tmp_path / "step")
+    ckpttool.convert(tmp_path / "step", tmp_path / "out", to="dcp", world_size=1)
+    tree = load_dcp(tmp_path / "out")
+    assert tree["scheduler"] == 0.5 and tree["extra"]["per_rank"] == {"1": {"scheduler": {"last_epoch": 3}}}
 
 
 @pytest.mark.parametrize("save", [old, new], ids=["0.1.12", "later"])
