@@ -29,6 +29,7 @@ from ckpttool.formats.sharded import Boxes, Shards, is_sharded, make_stand_ins, 
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index import boxes
 from ckpttool.index.checkpoint import Checkpoint, Chunks, Leaves, OtherCopy, Path, TensorEntry, same_value
+from ckpttool.index.fqns import EXTRA_STATE
 from ckpttool.index.names import COMPONENTS
 from ckpttool.index.records import Extent, Record
 from ckpttool.storage.source import ReadAt, Source
@@ -624,8 +625,10 @@ def record_other_copies(unlike: Sequence[DifferentCopy], ckpt: Checkpoint) -> No
     for name, file, kept in unlike:
         rank = ckpt.ranks[file]
         if kept is None:
-            values = (f"{head}.{name}" for head in ("model", "optim.state"))
-            found.update((OtherCopy(n, rank, 0), None) for n in values if n in ckpt.values)
+            values = [n for head in ("model", "optim.state") if (n := f"{head}.{name}") in ckpt.values]
+            if not values and name.rpartition(".")[2] == EXTRA_STATE:  # a dict, whose leaves have names of their own
+                values = [f"model.{name}"]
+            found.update((OtherCopy(n, rank, 0), None) for n in values)
             continue
         rows = places.get(kept.file, [])
         first, last = (bisect_left(rows, (at, "")) for at in (kept.offset, kept.offset + max(1, kept.length)))

@@ -190,6 +190,18 @@ def test_an_entry_of_extra_state_that_is_named_like_the_model_takes_no_place_of_
     assert here["extra.optimizer.lr"].data == 0.5
 
 
+def test_an_extra_state_that_is_a_dict_and_differs_between_ranks_is_left_behind_by_name(tmp_path: Path) -> None:
+    folder = tmp_path / "step"
+    shutil.copytree(VERL / "ckpt", folder)
+    for rank in range(3):
+        file = folder / f"model_world_size_3_rank_{rank}.pt"
+        state = {"same._extra_state": {"k": 1}, "own._extra_state": {"k": rank, "t": torch.arange(2)}}
+        torch.save(torch.load(file, weights_only=False) | state, file)
+    done = ckpttool.convert(folder, tmp_path / "out.pt", to="full")
+    lost = {name for name, *_ in done.dropped}
+    assert lost == {f"extra.per_rank.{rank}.model.own._extra_state" for rank in (1, 2)}
+
+
 def global_step(path: Path, *models: str) -> Path:
     """What verl's trainer writes at a step: its models, and the state of torchdata's StatefulDataLoader."""
     for name in models:
