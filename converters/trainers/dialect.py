@@ -298,7 +298,7 @@ def _read_checkpoint_part(source: Source, part: DirectoryPart, options: ReadOpti
     """
     is_folder = bool(part.name) and source.glance(part.name)[0]
     where = Place(source.below(part.name), None) if is_folder else Place(source, part.name or None)
-    model = {joined(t.path[1:]): t for t in whole.tensors.values() if t.path[0] == "model"}
+    model = _collect_weights(whole, part)
     mine = options if part.whole else replace(options, only=None)
     if model:
         mine = replace(mine, orders=lambda _: _list_parameter_orders(model, whole, options))
@@ -344,6 +344,20 @@ def _read_checkpoint_part(source: Source, part: DirectoryPart, options: ReadOpti
         found.tensors = {n: replace(t, path=("extra", *t.path[1:])) for n, t in found.tensors.items()}
         found.recorded = {}
     return found
+
+
+def _collect_weights(whole: Checkpoint, part: DirectoryPart) -> dict[str, TensorEntry]:
+    """Return {FQN: weight} of the model that a part belongs to: of several models, that with the number of the
+    optimizer. Where none has it, these are the weights of all, and their FQNs begin with the number.
+
+    Args:
+        whole: the index of the parts read so far.
+        part: which part.
+    """
+    weights = [t for t in whole.tensors.values() if t.path[0] == "model"]
+    numbers = {t.path[1:2] for t in weights} if part.component == "optim" and part.under else set[Path]()
+    own = part.under if part.under in numbers else next(iter(numbers)) if len(numbers) == 1 else ()
+    return {joined(t.path[1 + len(own) :]): t for t in weights if t.path[1 : 1 + len(own)] == own}
 
 
 def _with_root_tensors_as_weights(ckpt: Checkpoint) -> Checkpoint:

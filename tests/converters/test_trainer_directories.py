@@ -412,6 +412,27 @@ def test_several_models_are_told_apart_by_number(tmp_path: Path) -> None:
             ckpttool.convert(source, tmp_path / to, to=to, world_size=2)
 
 
+@pytest.mark.parametrize("models", [2, 1])
+def test_numbers_of_an_optimizer_get_the_names_of_the_model_it_belongs_to(models: int, tmp_path: Path) -> None:
+    """Two equal models, each with its optimizer; and one model with two."""
+    states, source = [], tmp_path / "state"
+    source.mkdir()
+    torch.save({"step": 3, "torch_manual_seed": torch.get_rng_state()}, source / "random_states_0.pkl")
+    for i, mark in enumerate(("", "_1")):
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.full((1, 3), i + 1.0)).sum().backward()
+        optimizer.step()
+        if i < models:
+            save_file(model.state_dict(), source / f"model{mark}.safetensors")
+        torch.save(optimizer.state_dict(), source / f"optimizer{mark}.bin")
+        states.append({n: optimizer.state[p] for n, p in model.named_parameters()})
+    ckpttool.convert(source, tmp_path / "out.pt", to="full")
+    tree = load_full(tmp_path / "out.pt")
+    assert [same_value(tree["optim"][str(i)]["state"], state) for i, state in enumerate(states)] == [True, True]
+    assert tree["optim"]["1"]["param_groups"][0]["params"] == ["weight", "bias"]
+
+
 def test_inspect_says_whose_it_is() -> None:
     done = ckpttool_here("inspect", folder("trainer_fsdp2_sharded"), "--json")
     assert done.returncode == 0, done.stderr
