@@ -28,9 +28,19 @@ from ckpttool.formats.pickles import Opaque, short
 from ckpttool.formats.sharded import Boxes, Shards, is_sharded, make_stand_ins, read_shards
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index import boxes
-from ckpttool.index.checkpoint import Checkpoint, Chunks, Leaves, OtherCopy, Path, TensorEntry, same_value
+from ckpttool.index.checkpoint import (
+    Checkpoint,
+    Chunks,
+    Leaves,
+    OtherCopy,
+    Path,
+    TensorEntry,
+    joined,
+    make_per_rank_path,
+    same_value,
+)
 from ckpttool.index.fqns import EXTRA_STATE
-from ckpttool.index.names import COMPONENTS
+from ckpttool.index.names import COMPONENTS, ROLES
 from ckpttool.index.records import Extent, Record
 from ckpttool.storage.source import ReadAt, Source
 
@@ -72,6 +82,7 @@ _KNOWN = frozenset(("lr_scheduler", "rng_state", "rng_states", *_MODEL_KEYS, *_O
 _MOST_COMPARED = 64 << 20  # bytes of a file
 _COMPARED = 64 << 10  # first bytes of two copies without CRC32s
 _COUNTERS = ("step", "global_step", "iteration", "epoch")
+_STEPS = ("last_epoch", "_step_count", "num_steps")  # of schedulers
 
 
 #: What each rank has under one key, in the order of the ranks.
@@ -689,8 +700,9 @@ def format_step(x: object) -> str:
 
 
 def merge_other_state(files: Files, groups: dict[str, list[Rank]], taken: Mapping[Path, object]) -> Leaves:
-    """Merge scheduler, counters and random states: what is the same on all ranks once, anything else by rank. Random
-    states in verl's and SkyRL's files extra_state_world_size_{n}_rank_{r}.pt are each rank's own, also with one seed.
+    """Merge scheduler, counters and random states: what is the same on all ranks once, anything else by rank, but of
+    a scheduler or a gradient scaler that of the first rank (`_merge_shared_state`). Random states in verl's and
+    SkyRL's files extra_state_world_size_{n}_rank_{r}.pt are each rank's own, also with one seed.
 
     Args:
         files: the files read.
@@ -714,6 +726,9 @@ def merge_other_state(files: Files, groups: dict[str, list[Rank]], taken: Mappin
             if not of_rank and all(are_leaves_equal(files, parts[0], p) for p in parts[1:]):
                 out.update({(*head, *p[1:]): x for p, x in parts[0].items()})
                 continue
+            if ROLES.get(str(top)) in ("scheduler", "scaler"):
+                out.update(_merge_shared_state(files, [x for x in zip(ranks, parts, strict=True) if x[1]], head))
+                continue
             if top in _COUNTERS:
                 k = next(i for i, p in enumerate(parts) if not are_leaves_equal(files, parts[0], p))
                 raise Corrupt(
@@ -725,6 +740,39 @@ def merge_other_state(files: Files, groups: dict[str, list[Rank]], taken: Mappin
                 )
             for r, part in zip(ranks, parts, strict=True):
                 out.update({(*head, str(r.rank), *p[1:]): x for p, x in part.items()})
+    return out
+
+
+def _merge_shared_state(files: Files, found: Sequence[tuple[Rank, Leaves]], head: Path) -> Leaves:
+    """Merge a scheduler or gradient scaler, which all ranks of a job share, where ranks have it differently: the first
+    rank's, and those that differ below extra.per_rank.<rank>. A number of the rank in its path would make it one of
+    several schedulers.
+
+    Args:
+        files: the files read; gets a note.
+        found: (rank, {path: leaf}) of the ranks that have one.
+        head: the path of the result, instead of the first key.
+
+    Raises:
+        Corrupt: the schedulers are at different steps.
+    """
+    (first, kept), *others = found
+    out: Leaves = {(*head, *p[1:]): x for p, x in kept.items()}
+    differing = [(r, leaves) for r, leaves in others if not _are_leaves_equal(files, kept, leaves)]
+    for r, leaves in differing:
+        for path, x in leaves.items():
+            if path[-1] in _STEPS and path in kept and not _are_leaves_equal(files, {path: kept[path]}, {path: x}):
+                raise Corrupt(
+                    f'{files.path(r.file)}: "{joined(path)}" is {short(x)}, in {files.names[first.file]} it is '
+                    f"{short(kept[path])}. The files are from different steps; fetch the files of one save.",
+                    code="CKPT0409",
+                )
+        out.update({make_per_rank_path(r.rank, p): x for p, x in leaves.items()})
+    if differing:
+        files.notes.append(
+            f"ranks differ in {joined(head)}: rank {first.rank}'s is kept under its name, the others' as "
+            "extra.per_rank.<rank>"
+        )
     return out
 
 

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import ckpttool
-from ckpttool.errors import CkpttoolError, NotRecognised, Unsupported
+from ckpttool.errors import CkpttoolError, Corrupt, NotRecognised, Unsupported
 
 TITAN, LIGHTNING = FIXTURES / "trainers" / "titan_w2", FIXTURES / "trainers" / "lightning_w2"
 #: Of steps 3 to 5 by Lightning itself, on three ranks, from the folder that two ranks wrote.
@@ -200,6 +200,27 @@ def test_an_extra_state_that_is_a_dict_and_differs_between_ranks_is_left_behind_
     done = ckpttool.convert(folder, tmp_path / "out.pt", to="full")
     lost = {name for name, *_ in done.dropped}
     assert lost == {f"extra.per_rank.{rank}.model.own._extra_state" for rank in (1, 2)}
+
+
+@pytest.mark.parametrize("key", ["last_epoch", "mine"])
+def test_schedulers_that_ranks_hold_differently_are_no_list_of_schedulers(key: str, tmp_path: Path) -> None:
+    folder = tmp_path / "step"
+    shutil.copytree(VERL / "ckpt", folder)
+    file = folder / "extra_state_world_size_3_rank_1.pt"
+    held = torch.load(file, weights_only=False)
+    held["lr_scheduler"][key] = 9
+    torch.save(held, file)
+    if key == "last_epoch":
+        with pytest.raises(
+            Corrupt, match=r'"lr_scheduler\.last_epoch" is 9, in .*_rank_0\.pt it is 3.*different steps'
+        ):
+            ckpttool.open(folder)
+        return
+    done = ckpttool.convert(folder, tmp_path / "out", to="accelerate", world_size=2)
+    assert any("ranks differ in lr_scheduler" in n for n in done.notes)
+    assert torch.load(tmp_path / "out" / "scheduler.bin", weights_only=True)["last_epoch"] == 3
+    with ckpttool.open(tmp_path / "out") as opened:
+        assert opened.checkpoint.values["extra.per_rank.1.lr_scheduler.mine"].data == 9
 
 
 def global_step(path: Path, *models: str) -> Path:
