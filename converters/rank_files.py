@@ -717,7 +717,7 @@ def merge_other_state(files: Files, groups: dict[str, list[Rank]], taken: Mappin
     for pattern, ranks in groups.items():
         found: list[Leaves] = []
         for r in ranks:
-            found.append(files.leaves(r.file, r.tree))
+            found.append({p: x for p, x in files.leaves(r.file, r.tree).items() if p})  # an empty file has () alone
         tops = dict.fromkeys(p[0] for leaves in found for p in leaves)
         for top in tops:
             parts = [{p: x for p, x in leaves.items() if p[0] == top} for leaves in found]

@@ -20,7 +20,16 @@ from ckpttool.index.checkpoint import Leaves, Path, TensorEntry, joined, same_va
 from ckpttool.index.optimizer_names import assign_names
 from ckpttool.layouts import ReadOptions
 
-from ..rank_files import Column, Files, Rank, assemble_slot, compare_replicas, format_step, read_inline
+from ..rank_files import (
+    Column,
+    Files,
+    Rank,
+    assemble_slot,
+    compare_replicas,
+    format_step,
+    merge_other_state,
+    read_inline,
+)
 from .flat_params import ModelInfo, RankSlices, Spans, read_given_layout
 
 __all__ = ["read_optimizer"]
@@ -71,11 +80,11 @@ def read_optimizer(
         for k, v in group.items():
             raw, path = chosen[0].tree["param_groups"][i][k], ("optim", "param_groups", i, str(k))
             out.update(_read_tensor_option(files, chosen[0], path, raw) or {path: v})
-    columns = _collect_slots(chosen)
+    columns, rest = _collect_slots(chosen), _read_rest(files, chosen)
     if named:
-        return {**out, **_assemble_slots(files, chosen, columns)}
+        return {**out, **rest, **_assemble_slots(files, chosen, columns)}
     if _are_slots_flat(columns) or (not columns and known.layout is not None):
-        return {**out, **_read_flat_optimizer(files, chosen, columns, groups, known, options, config)}
+        return {**out, **rest, **_read_flat_optimizer(files, chosen, columns, groups, known, options, config)}
     out.update(_assemble_slots(files, chosen, columns))
     given = read_given_layout(files, options)
     if given is not None and given[0].use_orig_params and given[0].optimizer is not None:
@@ -86,6 +95,19 @@ def read_optimizer(
             }
             out = {(*p[:2], names[str(p[2])], *p[3:]) if p[1] == "state" else p: x for p, x in out.items()}
             out.update({("optim", "param_groups", i, "params"): list(g) for i, g in enumerate(given[0].optimizer)})
+    return {**out, **rest}
+
+
+def _read_rest(files: Files, ranks: list[Rank]) -> Leaves:
+    """Return the leaves of what an optimizer keeps besides param groups and slots: other keys, and state of no
+    parameter. What ranks have differently is by rank."""
+    out: Leaves = {}
+    for head, trees in (
+        (("optim",), [{k: x for k, x in r.tree.items() if k not in ("state", "param_groups")} for r in ranks]),
+        (("optim", "state"), [{k: x for k, x in r.tree["state"].items() if not isinstance(x, dict)} for r in ranks]),
+    ):
+        own = [r._replace(tree=tree) for r, tree in zip(ranks, trees, strict=True)]
+        out.update({(*head, *p): x for p, x in merge_other_state(files, {"": own}, {}).items()})
     return out
 
 

@@ -223,6 +223,22 @@ def test_schedulers_that_ranks_hold_differently_are_no_list_of_schedulers(key: s
         assert opened.checkpoint.values["extra.per_rank.1.lr_scheduler.mine"].data == 9
 
 
+def test_what_an_optimizer_keeps_besides_slots_and_groups_is_carried(tmp_path: Path) -> None:
+    folder = tmp_path / "step"
+    shutil.copytree(VERL / "ckpt", folder)
+    for rank in range(3):
+        file = folder / f"optim_world_size_3_rank_{rank}.pt"
+        held = torch.load(file, weights_only=False)
+        held["state"]["average"] = 5
+        torch.save(held | {"same": {"k": 1}, "own": rank}, file)
+    torch.save({}, folder / "extra_state_world_size_3_rank_2.pt")
+    with ckpttool.open(folder) as opened:
+        found = {n: v.data for n, v in opened.checkpoint.values.items()}
+    assert (found["optim.same.k"], found["optim.state.average"]) == (1, 5)
+    assert [found[f"optim.own.{rank}"] for rank in range(3)] == [0, 1, 2]
+    assert found["scheduler.last_epoch"] == 3 and "rng.2.numpy" not in found  # an empty file of a rank
+
+
 def global_step(path: Path, *models: str) -> Path:
     """What verl's trainer writes at a step: its models, and the state of torchdata's StatefulDataLoader."""
     for name in models:
