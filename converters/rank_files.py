@@ -758,10 +758,10 @@ def _merge_shared_state(files: Files, found: Sequence[tuple[Rank, Leaves]], head
     """
     (first, kept), *others = found
     out: Leaves = {(*head, *p[1:]): x for p, x in kept.items()}
-    differing = [(r, leaves) for r, leaves in others if not _are_leaves_equal(files, kept, leaves)]
+    differing = [(r, leaves) for r, leaves in others if not are_leaves_equal(files, kept, leaves)]
     for r, leaves in differing:
         for path, x in leaves.items():
-            if path[-1] in _STEPS and path in kept and not _are_leaves_equal(files, {path: kept[path]}, {path: x}):
+            if path[-1] in _STEPS and path in kept and not are_leaves_equal(files, {path: kept[path]}, {path: x}):
                 raise Corrupt(
                     f'{files.path(r.file)}: "{joined(path)}" is {short(x)}, in {files.names[first.file]} it is '
                     f"{short(kept[path])}. The files are from different steps; fetch the files of one save.",
