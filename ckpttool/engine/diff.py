@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from ..errors import Differs, UsageError, argument
+from ..formats.stored_tensors import Inline, decode_number
 from ..huggingface import lora, model_files
 from ..index import boxes
-from ..index.checkpoint import NOT_TORCHS, PACKED, Checkpoint, TensorEntry
+from ..index.checkpoint import NOT_TORCHS, PACKED, Checkpoint, TensorEntry, joined
 from ..index.fqns import mask_name_numbers
 from ..options import SearchPart, list_keywords
 from ..printable import Shown, count_noun, replace_non_finite_numbers
@@ -373,7 +374,7 @@ def diff(
         )  # fmt: skip
         for name, ckpt in ((out.a, left), (out.b, right)):
             out.notes += [f"{name}: {text}" for text in describe_dropped_replicas(ckpt)]
-        common = _compare_indexes(left, right, out)
+        common = _compare_indexes(x, y, out)
         if x.layout.keeps_config and y.layout.keeps_config:
             odd = model_files.list_config_differences(x.source, y.source)
             out.configs = {n: (_format_value(p), _format_value(q)) for n, (p, q) in odd.items()}
@@ -400,9 +401,10 @@ def diff(
     return out
 
 
-def _compare_indexes(left: Checkpoint, right: Checkpoint, out: Difference) -> list[str]:
+def _compare_indexes(x: OpenCheckpoint, y: OpenCheckpoint, out: Difference) -> list[str]:
     """Note in `out` which names, adapters, values, shapes and dtypes differ between two indexes; return the names of
     the tensors that both have and whose elements can be compared."""
+    left, right = x.checkpoint, y.checkpoint
     out.only_in_a = [n for n in [*left.tensors, *left.values] if n not in right.tensors and n not in right.values]
     out.only_in_b = [n for n in [*right.tensors, *right.values] if n not in left.tensors and n not in left.values]
     adapters = [lora.find_lora(ckpt) for ckpt in (left, right)]
@@ -414,12 +416,13 @@ def _compare_indexes(left: Checkpoint, right: Checkpoint, out: Difference) -> li
                 setattr(part, key, getattr(part, key) + 1)
     for n, v in left.values.items():
         if n in right.tensors:
-            out.values[n] = (_format_value(v.data), _describe_tensor(right.tensors[n]))
+            if not _holds_same(y, right.tensors[n], v.data):
+                out.values[n] = (_format_value(v.data), _describe_tensor(right.tensors[n]))
         elif n in right.values and not equal_values(v, right.values[n]):
             out.values[n] = (_format_value(v.data), _format_value(right.values[n].data))
     common: list[str] = []
     for n in left.tensors:
-        if n in right.values:
+        if n in right.values and not _holds_same(x, left.tensors[n], right.values[n].data):
             out.values[n] = (_describe_tensor(left.tensors[n]), _format_value(right.values[n].data))
         if n not in right.tensors:
             continue
@@ -471,6 +474,17 @@ def _find_equal_by_digest(
 def _unpack_shape(t: TensorEntry) -> tuple[int, ...]:
     """Return the shape counted in numbers instead of elements, which differ for packed dtypes (float4_e2m1fn_x2)."""
     return (*t.shape[:-1], t.shape[-1] * PACKED.get(t.dtype, 1)) if t.shape else ()
+
+
+def _holds_same(opened: OpenCheckpoint, t: TensorEntry, data: object) -> bool:
+    """Tell whether a small tensor is equal to what the other checkpoint has as a value: an array, or a number, since
+    some programs keep a step as a tensor and some as a number."""
+    if isinstance(data, Inline):
+        return (t.dtype, t.shape) == (data.dtype, data.shape) and opened.read(joined(t.path)) == data.data
+    if t.numel != 1 or type(data) not in (int, float):
+        return False
+    number = decode_number(t.dtype, opened.read(joined(t.path)))
+    return type(number) is type(data) and number == data
 
 
 def _describe_tensor(t: TensorEntry) -> str:

@@ -531,9 +531,10 @@ def test_a_job_that_amplifies_every_rounding_is_said_to_do_so_and_does_not_fail(
     assert found.word == "pass", [c.text for c in found.checks if c.verdict == "fail"]
     assert checks["steps.grad_norm"].verdict == "not comparable"
     assert "two runs of this very job differ by" in checks["steps.grad_norm"].text
-    # the worst update of one tensor is noise of 0.008 to 0.012 in this job, on either side of what is still judged
-    assert {checks[f"step1.{s}"].verdict for s in SIGNALS if s != "worst_update"} == {"pass"}
-    assert checks["step1.worst_update"].verdict in ("pass", "not comparable")
+    # its directions, and the worst update of one tensor, are noise on either side of what is still judged, by the CPU
+    noisy = {"grad_direction", "worst_update", "update_direction"}
+    assert {checks[f"step1.{s}"].verdict for s in SIGNALS if s not in noisy} == {"pass"}
+    assert {checks[f"step1.{s}"].verdict for s in noisy} <= {"pass", "not comparable"}
 
 
 def test_the_largest_deviations(done: Runs, zoo_original: Zoo, herd: Herd) -> None:
