@@ -86,7 +86,7 @@ class FsdpDtensor:
 
         Raises:
             Corrupt: half of a gated matrix or an expert is missing, or the DCP folder is damaged.
-        Unsupported: parts of a parameter have different hyperparameters.
+            Unsupported: parts of a parameter have different hyperparameters.
         """
         found = dcp.read(Place(source, None), ReadOptions(salvage=options.salvage))
         optimizer = options.only is None or "optim" in options.only
