@@ -318,8 +318,9 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         small.append(SmallFile("scaler.pt", strip_paths(scaler, 1)))
     rng = _make_rng_files(ckpt, world, "rng_state_{}.pth" if world > 1 else "rng_state.pth", {}, placed)
     counters: dict[Path, object] = {}
+    of_trainer = _select_leaves(ckpt, "trainer")
     for key in sorted(_TRAINER_STATE):
-        found = _select_leaves(ckpt, "trainer", key)  # a reader of state dicts takes lists of dicts apart
+        found = {p: x for p, x in of_trainer.items() if p[1:2] == (key,)}  # the reader may have split lists of dicts
         data = nest(strip_paths(found, 1)).get(key) if found else None
         if found and _is_json_value(data) and (key != "train_batch_size" or isinstance(data, int)):
             counters[key,] = data
@@ -565,7 +566,8 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     if "extra.pytorch-lightning_version" in ckpt.values:
         own = _find_other_lightning_entries(ckpt, meta, placed)
         placed |= set(own.values())
-        meta |= {at: ckpt.leaves()[p] for at, p in own.items()}
+        leaves = ckpt.leaves()
+        meta |= {at: leaves[p] for at, p in own.items()}
     state = replace(ckpt.only(["model", "optim"]), origin={}, ranks={}, notes=[])
     keys = {"model": "state_dict", "optim": "optimizer_0"}
 
@@ -599,12 +601,13 @@ def _find_other_lightning_entries(ckpt: Checkpoint, meta: Mapping[Path, object],
         placed: the canonical paths of those.
     """
     found: dict[Path, Path] = {}
+    tops = {at[:1] for at in meta}
     for p in ckpt.leaves():
         if p[0] in ("model", "optim", "scheduler") or p in placed:
             continue
         bare = not ckpt.origin and p[0] in ("extra", "trainer") and len(p) > 1  # it came by way of another layout
         at = p[1:] if bare else original_path(p, ckpt.origin)
-        if not any(at[:1] == q[:1] for q in meta):
+        if at[:1] not in tops:
             found[at] = p
     read = name_tree_beside_model({**meta, **found}).leaves
     astray = {at[0] for at, p in found.items() if read.get(p) != p}
