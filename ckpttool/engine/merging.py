@@ -390,10 +390,12 @@ def _describe_left_files(base: OpenCheckpoint, chosen: Mapping[str, _Adapter], c
     given = {n: data for a in chosen.values() for n, data in a.files.items() if n != model_files.ADAPTER_CONFIG}
     of_base = model_files.find_model_files(base.source, config, []).files if given else {}
     left = sorted(n for n, data in given.items() if of_base.get(n) != data)
+    if not left:
+        return []
     return [
         f"not copied: {', '.join(left)} beside the adapter, since the base model's are others; copy them into the "
         "result if the adapter was trained with them"
-    ][: len(left)]
+    ]
 
 
 def _rename_adapter_modules(

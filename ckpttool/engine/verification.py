@@ -284,7 +284,9 @@ def _verify_against(
             f"first {unequal[0]}"
         )
     if configs:
-        out.notes.append(f"different, though no state, beside the two: {list_first(configs, 5)}")
+        out.notes.append(
+            f"configs are not part of the state, and those beside the two differ: {list_first(configs, 5)}"
+        )
     asked = part.only if part.by_component else None  # other components were left out on purpose
     apart = sorted(c for c in _list_components(ckpt) ^ _list_components(second) if asked is None or c in asked)
     if apart:
