@@ -17,14 +17,14 @@ from ..errors import Differs, UsageError, argument
 from ..formats.stored_tensors import Inline, decode_number
 from ..huggingface import lora, model_files
 from ..index import boxes
-from ..index.checkpoint import NOT_TORCHS, PACKED, Checkpoint, TensorEntry, joined
+from ..index.checkpoint import NOT_TORCHS, PACKED, Checkpoint, TensorEntry
 from ..index.fqns import mask_name_numbers
 from ..options import SearchPart, list_keywords
 from ..printable import Shown, count_noun, replace_non_finite_numbers
 from ..storage import urls
 from .copy.dtypes import numbers
 from .copy.fill import Progress, silent
-from .copy.stream import Block, Reader, StreamJob, pair_stream_pieces
+from .copy.stream import Block, Reader, StreamJob, pair_stream_pieces, read_small_tensors
 from .copy.tensor_digests import reporting
 from .copy.tensor_statistics import StatisticsCounter, sum_squares
 from .copy.value_digests import equal_values
@@ -415,15 +415,14 @@ def _compare_indexes(x: OpenCheckpoint, y: OpenCheckpoint, out: Difference) -> l
                 part = out.components.setdefault(ckpt.component(n), ComponentDifference())
                 setattr(part, key, getattr(part, key) + 1)
     for n, v in left.values.items():
-        if n in right.tensors:
-            if not _holds_same(y, right.tensors[n], v.data):
-                out.values[n] = (_format_value(v.data), _describe_tensor(right.tensors[n]))
-        elif n in right.values and not equal_values(v, right.values[n]):
+        if n in right.values and not equal_values(v, right.values[n]):
             out.values[n] = (_format_value(v.data), _format_value(right.values[n].data))
+    for n in _find_unlike_values(y, left):
+        out.values[n] = (_format_value(left.values[n].data), _describe_tensor(right.tensors[n]))
+    for n in _find_unlike_values(x, right):
+        out.values[n] = (_describe_tensor(left.tensors[n]), _format_value(right.values[n].data))
     common: list[str] = []
     for n in left.tensors:
-        if n in right.values and not _holds_same(x, left.tensors[n], right.values[n].data):
-            out.values[n] = (_describe_tensor(left.tensors[n]), _format_value(right.values[n].data))
         if n not in right.tensors:
             continue
         s, t = left.tensors[n], right.tensors[n]
@@ -476,15 +475,28 @@ def _unpack_shape(t: TensorEntry) -> tuple[int, ...]:
     return (*t.shape[:-1], t.shape[-1] * PACKED.get(t.dtype, 1)) if t.shape else ()
 
 
-def _holds_same(opened: OpenCheckpoint, t: TensorEntry, data: object) -> bool:
-    """Tell whether a small tensor is equal to what the other checkpoint has as a value: an array, or a number, since
-    some programs keep a step as a tensor and some as a number."""
-    if isinstance(data, Inline):
-        return (t.dtype, t.shape) == (data.dtype, data.shape) and opened.read(joined(t.path)) == data.data
-    if t.numel != 1 or type(data) not in (int, float):
-        return False
-    number = decode_number(t.dtype, opened.read(joined(t.path)))
-    return type(number) is type(data) and number == data
+def _find_unlike_values(opened: OpenCheckpoint, other: Checkpoint) -> list[str]:
+    """Return the names of the values in `other` that are tensors in `opened` and not equal there: a small tensor may
+    hold the same array, or the same number, since some programs keep a step as a tensor and some as a number."""
+    tensors = opened.checkpoint.tensors
+    mixed = {n: v.data for n, v in other.values.items() if n in tensors}
+    small = [
+        n
+        for n, data in mixed.items()
+        if (isinstance(data, Inline) and (tensors[n].dtype, tensors[n].shape) == (data.dtype, data.shape))
+        or (type(data) in (int, float) and tensors[n].numel == 1)
+    ]
+    held = read_small_tensors(opened.checkpoint, opened.source, small)
+    unlike = []
+    for n, data in mixed.items():
+        if n not in held:
+            unlike.append(n)
+        elif isinstance(data, Inline):
+            unlike += [n] if held[n] != data.data else []
+        else:
+            number = decode_number(tensors[n].dtype, held[n])
+            unlike += [n] if type(number) is not type(data) or number != data else []
+    return unlike
 
 
 def _describe_tensor(t: TensorEntry) -> str:
