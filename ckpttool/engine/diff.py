@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from ..errors import Differs, UsageError, argument
 from ..formats.stored_tensors import Inline, decode_number
-from ..huggingface import lora, model_files
+from ..huggingface import lora
 from ..index import boxes
 from ..index.checkpoint import NOT_TORCHS, PACKED, Checkpoint, TensorEntry
 from ..index.fqns import mask_name_numbers
@@ -34,6 +34,7 @@ from .opening import (
     CheckpointPath,
     OpenCheckpoint,
     OpenOptions,
+    compare_configs,
     drop_unfit_source_layout,
     open_checkpoint,
     refuse_unused_hints,
@@ -346,15 +347,7 @@ def diff(
     """
     # to look at copies and mixtures is what diff is for
     options = OpenOptions(only=only, weights=weights, allow_equal_ranks=True, allow_mixed_steps=True, **reading)
-    of_each = [drop_unfit_source_layout(path, options) for path in (a, b)]
-    if weights is not None:
-        of_each[1] = replace(of_each[1], only=of_each[1].only or ("model",), weights=None)
-    of_each[1] = replace(of_each[1], rename=None)
-    if options.source_layout is not None and not any(one.source_layout for one in of_each):
-        raise UsageError(
-            f"{argument('source_layout', options.source_layout)}: neither {a} nor {b} is of this layout.",
-            code="CKPT0205",
-        )
+    of_each = _choose_options(a, b, options)
     with (
         open_checkpoint(a, of_each[0], check_hints=False, prove_later=True) as x,
         open_checkpoint(b, of_each[1], check_hints=False, prove_later=True) as y,
@@ -375,9 +368,8 @@ def diff(
         for name, ckpt in ((out.a, left), (out.b, right)):
             out.notes += [f"{name}: {text}" for text in describe_dropped_replicas(ckpt)]
         common = _compare_indexes(x, y, out)
-        if x.layout.keeps_config and y.layout.keeps_config:
-            odd = model_files.list_config_differences(x.source, y.source)
-            out.configs = {n: (_format_value(p), _format_value(q)) for n, (p, q) in odd.items()}
+        configs = compare_configs(x, y)
+        out.configs = {n: (_format_value(p), _format_value(q)) for n, (p, q) in configs.items()}
         equal: dict[str, float] = {}
         if map is None:
             equal = _find_equal_by_digest((a, of_each[0], x), (b, of_each[1], y), common, workers, progress)
@@ -399,6 +391,23 @@ def diff(
         tolerant or not out.dtypes
     )
     return out
+
+
+def _choose_options(a: CheckpointPath, b: CheckpointPath, options: OpenOptions) -> tuple[OpenOptions, OpenOptions]:
+    """Return the options with which each of the two is opened: a layout only for those that may have it, new names and
+    other weights only for `a`.
+
+    Raises:
+        UsageError: neither of them may be of the layout in `options`.
+    """
+    of_a, of_b = (drop_unfit_source_layout(path, options) for path in (a, b))
+    if options.source_layout is not None and not (of_a.source_layout or of_b.source_layout):
+        raise UsageError(
+            f"{argument('source_layout', options.source_layout)}: neither {a} nor {b} is of this layout.",
+            code="CKPT0205",
+        )
+    only = of_b.only if options.weights is None else of_b.only or ("model",)
+    return of_a, replace(of_b, only=only, weights=None, rename=None)
 
 
 def _compare_indexes(x: OpenCheckpoint, y: OpenCheckpoint, out: Difference) -> list[str]:

@@ -38,6 +38,7 @@ __all__ = [
     "OpenCheckpoint",
     "OpenOptions",
     "collect_model_hints",
+    "compare_configs",
     "drop_unfit_source_layout",
     "drop_unused_hints",
     "list_optimizer_order",
@@ -809,6 +810,15 @@ def drop_unused_hints(path: CheckpointPath, options: OpenOptions) -> OpenOptions
             found = detection.detect(where)
     unused: dict[str, Any] = dict.fromkeys(k for k in layouts.READ_HINTS if k not in found.reader_uses)
     return replace(options, **unused)
+
+
+def compare_configs(a: OpenCheckpoint, b: OpenCheckpoint) -> dict[str, tuple[object, object]]:
+    """Return what differs in the configs beside two checkpoints, as `list_config_differences`; {} if the layout of one
+    of them has none in its folder."""
+    from ..huggingface.model_files import list_config_differences
+
+    both = a.layout.keeps_config and b.layout.keeps_config
+    return list_config_differences(a.source, b.source) if both else {}
 
 
 def drop_unfit_source_layout(path: CheckpointPath, options: OpenOptions) -> OpenOptions:

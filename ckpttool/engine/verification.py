@@ -12,7 +12,6 @@ from typing import Any, Unpack
 from .. import layouts
 from ..errors import Corrupt, Differs, Unreadable, UsageError, argument
 from ..formats import safetensors_header
-from ..huggingface.model_files import list_config_differences
 from ..index.checkpoint import Checkpoint, TensorEntry
 from ..index.draft import Draft
 from ..index.selection import EntrySelection
@@ -27,7 +26,7 @@ from .copy.tensor_digests import digest_arrays_in_values, reporting, tensor_dige
 from .copy.value_digests import digest_values_without_arrays, state_roots
 from .discover.unread_files import human, make_unread_note
 from .mixups import describe_dropped_replicas
-from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_checkpoint, show_path
+from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, compare_configs, open_checkpoint, show_path
 from .planning import make_dtype_chooser
 from .recorded import RECORD, explain_other_digests
 from .transform import masters
@@ -261,11 +260,7 @@ def _verify_against(
         ]
         shared = _list_components(ckpt) & _list_components(second)
         excused = {*_list_changed_values(opened), *_list_changed_values(other)}
-        configs = (
-            list_config_differences(opened.source, other.source)
-            if opened.layout.keeps_config and other.layout.keeps_config
-            else {}
-        )
+        configs = compare_configs(opened, other)
     if not shared:
         parts = (", ".join(sorted(_list_components(held))) or "nothing" for held in (ckpt, second))
         raise Differs(
