@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
@@ -94,7 +94,7 @@ def _load_optimizer_files(
 
     Raises:
         Corrupt: a file is missing, or contradicts the others or param_shapes.
-        Unsupported: experts are partitioned by themselves.
+        Unsupported: experts are partitioned by themselves, or the optimizer keeps more than ranks agree on.
     """
     out: list[_Optim] = []
     for name in reading.files_of_ranks(ds.OPTIM, 2, world, "optimizer"):
@@ -142,34 +142,46 @@ def _load_optimizer_files(
                 code="CKPT0417",
             )
         out.append(_Optim(f, whole, masters, state, groups, rest))
-        scaler = ds.read_loss_scaler(out[0].whole)
-        if not ds.are_values_equal(out[0].groups, groups) or _list_slot_names(out[0].state) != _list_slot_names(state):
-            what = (
-                "param_groups"
-                if _list_slot_names(out[0].state) == _list_slot_names(state)
-                else "the slots of the optimizer"
-            )
-            raise Corrupt(
-                f"{f.what}: {what} differ from rank 0's. The files are from different saves.", code="CKPT0409"
-            )
-        asked = reading.options.only is None or "optim" in reading.options.only
-        if asked and not ds.are_values_equal(out[0].rest, rest, out[0].file, f):
-            raise Unsupported(
-                f"{f.what}: the optimizer keeps {', '.join(sorted(out[0].rest | rest))} beside its state and param "
-                "groups, and ranks differ in it, so it is cut in a way that only the job that wrote it knows. "
-                f"{argument('only', ['model'])} leaves the optimizer out.",
-                code="CKPT0327",
-            )
-        if not ds.are_values_equal(scaler, ds.read_loss_scaler(whole)):  # ranks agree on every overflow
-            raise Corrupt(
-                f"{f.what}: the loss scaler differs from rank 0's. The files are from different saves.", code="CKPT0409"
-            )
-    reading.rest.update(scaler)
+        _refuse_unlike_optimizers(out[0], out[-1], reading.options.only)
+    reading.rest.update(ds.read_loss_scaler(out[0].whole))
     if unknown := sorted({str(k) for o in out for k in o.whole} - _READ):
         reading.notes.append(
             f"the optimizer files hold {', '.join(unknown)} too, which no known DeepSpeed writes: left out"
         )
     return out
+
+
+def _refuse_unlike_optimizers(first: _Optim, own: _Optim, only: Collection[str] | None) -> None:
+    """Refuse the optimizer file of a rank that differs from rank 0's where all ranks agree.
+
+    Args:
+        first, own: rank 0's, and that of the rank.
+        only: the components to read; None for all. What an optimizer keeps besides state and param groups is compared
+            only if the optimizer is to be read.
+
+    Raises:
+        Corrupt: param groups, slots or loss scalers differ. Unsupported: what else the optimizer keeps does.
+    """
+    same_slots = _list_slot_names(first.state) == _list_slot_names(own.state)
+    if not ds.are_values_equal(first.groups, own.groups) or not same_slots:
+        what = "param_groups" if same_slots else "the slots of the optimizer"
+        raise Corrupt(
+            f"{own.file.what}: {what} differ from rank 0's. The files are from different saves.", code="CKPT0409"
+        )
+    asked = only is None or "optim" in only
+    if asked and not ds.are_values_equal(first.rest, own.rest, first.file, own.file):
+        raise Unsupported(
+            f"{own.file.what}: the optimizer keeps {', '.join(sorted(first.rest | own.rest))} beside its state and "
+            "param groups, and ranks differ in it, so it is cut in a way that only the job that wrote it knows. "
+            f"{argument('only', ['model'])} leaves the optimizer out.",
+            code="CKPT0327",
+        )
+    # ranks agree on every overflow
+    if not ds.are_values_equal(ds.read_loss_scaler(first.whole), ds.read_loss_scaler(own.whole)):
+        raise Corrupt(
+            f"{own.file.what}: the loss scaler differs from rank 0's. The files are from different saves.",
+            code="CKPT0409",
+        )
 
 
 def _check_stage(f: File, whole: dict[str, object], flats: str) -> None:
