@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 import zlib
 from itertools import pairwise
 from math import prod
@@ -584,6 +585,7 @@ def test_stream_tiny_pieces_one_after_the_other_are_read_many_at_a_time(
         def counted(name: str, offset: int, into: memoryview) -> None:
             calls.append(len(into))
             plain(name, offset, into)
+            time.sleep(random.random() / 1000)  # so that the threads are at different places of each file
 
         monkeypatch.setattr(source, "readinto", counted)
         reader = Reader(source, [str(i) for i in range(5)], records)
@@ -592,7 +594,7 @@ def test_stream_tiny_pieces_one_after_the_other_are_read_many_at_a_time(
             found[block.name] += bytes(block.data)
         reader.finish()
     assert found == expected
-    assert len(calls) < 2000 / 4
+    assert len(calls) < 2000 / 6
 
 
 def test_stream_a_flipped_bit_in_a_tiny_piece_is_found(tmp_path: Path) -> None:

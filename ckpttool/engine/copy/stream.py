@@ -122,9 +122,8 @@ class Reader:
         self._cold: dict[int, int] = {}  # file -> reads for which the page cache is not asked
         self._decoders: dict[tuple[str, int], ZstdDecoder] = {}
         self._plain = type(source) is Source
-        self._last_tiny: dict[int, int] = {}  # file -> offset of the last tiny piece
-        #: {file: (offset, bytes)}, where tiny pieces follow each other
-        self._windows: dict[int, tuple[int, bytes]] = {}
+        #: {file: (end of the last read, offset of its window, the window)}, a row for each thread that reads tiny pieces
+        self._windows: dict[int, tuple[tuple[int, int, bytes], ...]] = {}
 
     def blocks(self, jobs: Iterable[StreamJob], first: int = 0, *, checked: bool = True) -> Generator[Block]:
         """Yield the blocks of tensors, in the order of `jobs`.
@@ -293,22 +292,28 @@ class Reader:
         Returns:
             Whether `into` was filled; False where a window does not pay, and nothing was read.
         """
-        if not self._plain:
+        if not self._plain or (file not in self._windows and len(self._windows) >= _WINDOWS // self._ahead):
             return False
-        n = len(into)
-        at, window = self._windows.get(file, (0, b""))
-        if not at <= offset <= offset + n <= at + len(window):
-            last = self._last_tiny.get(file)
-            self._last_tiny[file] = offset
-            if last is None or not 0 <= offset - last < _WINDOW // 4:
-                return False
-            if file not in self._windows and len(self._windows) >= _WINDOWS:
-                return False
+        n, follows = len(into), None
+        # Each thread reads pieces of a batch of its own, in their order: with one window for all of them, each would
+        # replace what the other one is about to need.
+        rows = self._windows.get(file, ())
+        for row in rows:
+            end, at, window = row
+            if at <= offset <= offset + n <= at + len(window):
+                into[:] = window[offset - at : offset - at + n]
+                return True
+            if 0 <= offset - end < _WINDOW // 4:
+                follows = row
+        found = (offset + n, 0, b"")
+        if follows is not None:
             name = self.files[file]
-            at, window = offset, self.source.read(name, offset, max(n, min(_WINDOW, self.source.size(name) - offset)))
-            self._windows[file] = at, window
-        into[:] = window[offset - at : offset - at + n]
-        return True
+            window = self.source.read(name, offset, max(n, min(_WINDOW, self.source.size(name) - offset)))
+            found = (offset + len(window), offset, window)
+            into[:] = window[:n]
+        others = [row for row in rows if row is not follows]
+        self._windows[file] = (*others[max(0, len(others) + 1 - self._ahead) :], found)
+        return follows is not None
 
     def _locate_in_file(self, plan: BlockPlan) -> tuple[int, int, int]:
         """Return (file number, offset, length in bytes) of a block that is one contiguous part of one chunk."""
