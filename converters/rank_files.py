@@ -42,6 +42,7 @@ from ckpttool.index.checkpoint import (
 from ckpttool.index.fqns import EXTRA_STATE
 from ckpttool.index.names import COMPONENTS, ROLES
 from ckpttool.index.records import Extent, Record
+from ckpttool.printable import list_first
 from ckpttool.storage.source import ReadAt, Source
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "collect_rank_values",
     "compare_replicas",
     "compute_crc",
+    "describe_lacking_entries",
     "find_differing_file",
     "format_step",
     "group_rank_files",
@@ -727,7 +729,10 @@ def merge_other_state(files: Files, groups: dict[str, list[Rank]], taken: Mappin
                 out.update({(*head, *p[1:]): x for p, x in parts[0].items()})
                 continue
             if ROLES.get(str(top)) in ("scheduler", "scaler"):
-                out.update(_merge_shared_state(files, [x for x in zip(ranks, parts, strict=True) if x[1]], head))
+                having = [x for x in zip(ranks, parts, strict=True) if x[1]]
+                if len(having) < len(ranks):
+                    files.notes.append(describe_lacking_entries([joined(head)]))
+                out.update(_merge_shared_state(files, having, head))
                 continue
             if top in _COUNTERS:
                 k = next(i for i, p in enumerate(parts) if not are_leaves_equal(files, parts[0], p))
@@ -774,6 +779,11 @@ def _merge_shared_state(files: Files, found: Sequence[tuple[Rank, Leaves]], head
             "extra.per_rank.<rank>"
         )
     return out
+
+
+def describe_lacking_entries(names: Iterable[str]) -> str:
+    """Return the note on entries that some ranks saved and others did not."""
+    return f"not every rank saved {list_first(sorted(names), 8)}; what is written for several ranks has it for all"
 
 
 def _describe_first_leaf(leaves: Leaves) -> str:

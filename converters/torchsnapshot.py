@@ -63,6 +63,8 @@ from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_or
 from ckpttool.program import Program
 from ckpttool.storage.source import Source
 
+from .rank_files import describe_lacking_entries
+
 __all__ = ["LAYOUTS"]
 
 _METADATA = ".snapshot_metadata"
@@ -180,6 +182,7 @@ class _Reading:
         out: dict[Path, object] = {}
         differing: list[str] = []
         copies: list[str] = []
+        lacking: list[str] = []
         whole = {
             e["location"]
             for rows in self.entries.values()
@@ -187,9 +190,9 @@ class _Reading:
             if e["type"] == "object" and isinstance(e.get("location"), str)
         }
         self.source.prefetch_ends(sorted(whole))
-        home: dict[str, int] = {}  # {key of the state: the first rank that has it}
+        owners: dict[str, set[int]] = {}  # {key of the state: the ranks that have it}
         for key, rows in self.entries.items():
-            home[key[0]] = min(home.get(key[0], self.world), *rows)
+            owners.setdefault(key[0], set()).update(rows)
         for key, rows in self.entries.items():
             if key in self.containers:
                 continue
@@ -206,9 +209,12 @@ class _Reading:
                 continue
             first, *others = sorted(rows)
             ours: Leaves = {}
-            if role in ("model", "optim") or first == home[key[0]] or "serialized_value" not in rows[first]:
+            if role in ("model", "optim") or first == min(owners[key[0]]) or "serialized_value" not in rows[first]:
                 ours = self._read_leaf(path, rows[first])
                 out.update(ours)
+                replicated = rows[first].get("replicated") is True  # then the first rank alone lists it
+                if role not in ("model", "optim") and not replicated and rows.keys() < owners[key[0]]:
+                    lacking.append(joined(path))
             else:  # a value that the first rank does not have
                 others = [first, *others]
             for rank in others:
@@ -239,6 +245,8 @@ class _Reading:
                 f"ranks differ in {', '.join(sorted(set(differing))[:8])}: the first rank's is kept under its name, "
                 "the others' as extra.per_rank.<rank>"
             )
+        if lacking:
+            self.notes.append(describe_lacking_entries(lacking))
         self._fold_containers(out)
         return out
 

@@ -48,7 +48,7 @@ from ckpttool.index.records import Records
 from ckpttool.layouts import Place, ReadOptions, checkpoint_of
 from ckpttool.storage.source import Source
 
-from ..rank_files import Files
+from ..rank_files import Files, describe_lacking_entries
 from .files import (
     MAYBE,
     MODEL,
@@ -472,10 +472,7 @@ class SaveReader:
             if any(key not in f.tree for f in files) and value is not None:
                 lacking.append(key)
         if lacking:
-            self.notes.append(
-                f"not every rank saved {', '.join(sorted(lacking))}; what is written for several ranks has rank 0's in "
-                "the file of each"
-            )
+            self.notes.append(describe_lacking_entries(lacking))
         if differing:
             self.notes.append(
                 f"ranks differ in {', '.join(sorted(differing))}: rank 0's is kept under its name, the others' as "

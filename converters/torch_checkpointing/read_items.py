@@ -38,6 +38,7 @@ from ..rank_files import (
     Rank,
     assemble_tensor,
     compare_replicas,
+    describe_lacking_entries,
     load_rank_file,
     merge_other_state,
     record_other_copies,
@@ -190,6 +191,7 @@ class _Reading:
             return merge_other_state(self.files, {name: [r._replace(tree={name: r.tree}) for r in ranks]}, taken)
         by_text = [{self._find_metadata_key(item, p): (p, x) for p, x in leaves.items()} for leaves in flat]
         out: dict[Path, object] = {}
+        lacking: list[str] = []
         for key in dict.fromkeys([*(k for leaves in by_text for k in leaves), *item.tensors]):
             column = [(r, *leaves[key]) for r, leaves in zip(ranks, by_text, strict=True) if key in leaves]
             path: Path = (name, *(column[0][1] if column and not in_one else key))
@@ -206,6 +208,10 @@ class _Reading:
             else:
                 state = ROLES.get(name) in ("model", "optim")
                 out |= self._merge_values(path, [(r, x) for r, _, x in column], column[0][0] if state else ranks[0])
+                if len(column) < len(ranks) and path in out:
+                    lacking.append(joined(path))
+        if lacking:
+            self.files.notes.append(describe_lacking_entries(lacking))
         return out
 
     def _refuse_tensor_subclasses(self, item: str, ranks: list[Rank], flat: list[Leaves]) -> None:

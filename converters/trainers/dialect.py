@@ -59,6 +59,7 @@ from ckpttool.storage.overlay import add_sibling_files
 from ckpttool.storage.source import Source
 
 from .. import dcp, hf
+from ..rank_files import describe_lacking_entries
 
 __all__ = [
     "DATA",
@@ -558,10 +559,15 @@ def _read_data_part(source: Source, part: DirectoryPart, options: ReadOptions, w
         leaves, out.origin = named.leaves, named.origin
         if part.component != "model":
             _refuse_stray_weights(what, (p for p, x in leaves.items() if isinstance(x, TensorEntry)), whole)
+    lacking: set[str] = set()  # what the first rank's file has, and this one may not
+    if part.layout == DATA and part.rank:
+        shared_homes = {part.component, *(p[0] for p in part.places.values() if part.rank not in p)}
+        lacking = {n for n, x in (whole.values | whole.tensors).items() if x.path[0] in shared_homes}
     for path, leaf in leaves.items():
         if part.layout == DATA:
             shared = part.rank and part.rank not in part.places.get(str(path[0]) if path else "", ())
             path = _to_canonical_path(part, path)
+            lacking.discard(joined(path))
             if shared and (known := whole.values.get(joined(path))) is not None and same_value(known.data, leaf):
                 continue
             if shared:
@@ -574,6 +580,8 @@ def _read_data_part(source: Source, part: DirectoryPart, options: ReadOptions, w
             add_composite(out, replace(leaf, path=path))
         else:
             out.values[name] = Value(path, leaf)
+    if lacking and (note := describe_lacking_entries(lacking)) not in whole.notes:
+        out.notes.append(note)
     return out
 
 

@@ -141,3 +141,16 @@ def test_what_only_a_later_rank_has_is_that_rank_s(tmp_path: Path) -> None:
     assert tree["trainer"]["callbacks"] == {"empty": {}, "rows": [5]}
     found = {r: x["trainer"]["callbacks"] for r, x in tree["extra"]["per_rank"].items()}
     assert found["1"] == {"empty": {"seen": 1}, "rows": [5, 5]}
+
+
+def test_what_a_later_rank_lacks_is_named(tmp_path: Path) -> None:
+    source = copied(tmp_path)
+    for rank in range(3):
+        saved = rank_of(source, rank)
+        saved["callbacks"] = {"every": 1} | ({} if rank == 2 else {"counts": {"seen": 7}})
+        torch.save(saved, source / "train" / f"rank{rank}.pt")
+    done = ckpttool.convert(source, tmp_path / "out.pt", to="full")
+    assert [n for n in done.notes if "not every rank" in n] == [
+        "not every rank saved trainer.callbacks.counts.seen; what is written for several ranks has it for all"
+    ]
+    assert load_full(tmp_path / "out.pt")["trainer"]["callbacks"] == {"every": 1, "counts": {"seen": 7}}

@@ -133,8 +133,9 @@ def test_a_list_of_which_ranks_differ_in_one_element_is_loaded_from_dcp(tmp_path
         tree["param_groups"][-1]["extra"] = b"of another"
         torch.save(tree, source / f"optimizer_{rank}.pt")
     assert len(tree["param_groups"]) > 1
-    ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=2)
+    done = ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=2)
     own = load_dcp(tmp_path / "out")["per_rank"]["1"]["optimizer"]["param_groups"]
+    assert not any("not every rank" in n for n in done.notes)
     assert own == {str(len(tree["param_groups"]) - 1): {"extra": b"of rank 1"}}
 
 
@@ -392,6 +393,15 @@ def test_a_slot_whose_name_no_file_can_have_is_refused_and_leaves_nothing(slot: 
     with pytest.raises(Unsupported, match="which no file can be"):
         ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="universal")
     assert [p.name for p in tmp_path.iterdir()] == ["in.pt"]
+
+
+def test_a_hyperparameter_that_a_rank_lacks_is_named(tmp_path: Path) -> None:
+    source = copied("fsdp", tmp_path)
+    tree = torch.load(source / "optimizer_1.pt", weights_only=False)
+    del tree["param_groups"][0]["eps"]
+    torch.save(tree, source / "optimizer_1.pt")
+    with ckpttool.open(source) as opened:
+        assert [n for n in opened.checkpoint.notes if "not every rank saved optimizer.param_groups.0.eps;" in n]
 
 
 def test_values_of_an_item_that_only_a_later_rank_has_are_that_rank_s(tmp_path: Path) -> None:

@@ -133,7 +133,10 @@ def test_values_that_only_a_later_rank_has_are_that_rank_s(tmp_path: Path) -> No
     out = two_ranks(tmp_path / "snap")
     out.value("1/progress/names/2", 5)
     out.value("1/progress/empty/seen", 6)
+    out.value("0/progress/lost", 7)
     with ckpttool.open(out.done()) as opened:
+        said = [n for n in opened.checkpoint.notes if "not every rank saved" in n]
+        assert len(said) == 1 and "progress.lost" in said[0] and "seen" not in said[0], said
         values = {n: v.data for n, v in opened.checkpoint.values.items()}
     assert values["extra.progress.names"] == ["a b", True] and values["extra.progress.empty"] == {}
     assert values["extra.per_rank.1.progress.names.2"] == 5 and values["extra.per_rank.1.progress.empty.seen"] == 6

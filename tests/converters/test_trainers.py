@@ -223,6 +223,18 @@ def test_schedulers_that_ranks_hold_differently_are_no_list_of_schedulers(key: s
         assert opened.checkpoint.values["extra.per_rank.1.lr_scheduler.mine"].data == 9
 
 
+def test_a_scheduler_that_a_rank_lacks_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "step"
+    shutil.copytree(VERL / "ckpt", folder)
+    file = folder / "extra_state_world_size_3_rank_1.pt"
+    held = torch.load(file, weights_only=False)
+    del held["lr_scheduler"]
+    torch.save(held, file)
+    with ckpttool.open(folder) as opened:
+        assert [n for n in opened.checkpoint.notes if "not every rank saved lr_scheduler;" in n]
+        assert opened.checkpoint.values["scheduler.last_epoch"].data == 3
+
+
 def test_what_an_optimizer_keeps_besides_slots_and_groups_is_carried(tmp_path: Path) -> None:
     folder = tmp_path / "step"
     shutil.copytree(VERL / "ckpt", folder)
