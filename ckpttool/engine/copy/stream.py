@@ -122,7 +122,7 @@ class Reader:
         self._cold: dict[int, int] = {}  # file -> reads for which the page cache is not asked
         self._decoders: dict[tuple[str, int], ZstdDecoder] = {}
         self._plain = type(source) is Source
-        #: {file: (end of the last read, offset of its window, the window)}, a row for each thread that reads tiny pieces
+        #: {file: (end of the last read, offset of its window, the window)}, a row for each thread that reads
         self._windows: dict[int, tuple[tuple[int, int, bytes], ...]] = {}
 
     def blocks(self, jobs: Iterable[StreamJob], first: int = 0, *, checked: bool = True) -> Generator[Block]:
