@@ -9,6 +9,7 @@ import typer
 
 from ..errors import UsageError, argument
 from ..options import OpenOptions
+from ..printable import list_first
 from .help import READING, about
 from .shared_options import Workers, add_shared_options, pick_keywords
 from .terminal import (
@@ -82,6 +83,8 @@ def stats(
     for where, names in ((path, found.only_here), (against, found.only_there)):
         if names and not quiet:
             note(f"{len(names):,} tensors are in {where} alone, first {names[0]}")
+    if found.not_compared and not quiet:
+        note(f"not compared, of other shapes or of packed dtypes: {list_first(found.not_compared)}")
     if not as_csv and sys.stdout.isatty():
         draw(found.draw())
         return

@@ -65,8 +65,8 @@ class Statistics(Shown):
     ones.
 
     `digest` {"all", "model", ...: Merkle root in hex} is that of `digest`, of the same bytes; `only_here` and
-    `only_there` are tensors that one of the two has; `not_read` files that belong to the checkpoint and were not
-    looked at.
+    `only_there` are tensors that one of the two has, `not_compared` those of other shapes or of dtypes that are not
+    compared; `not_read` files that belong to the checkpoint and were not looked at.
     """
 
     rows: list[StatisticsRow]
@@ -74,6 +74,7 @@ class Statistics(Shown):
     not_read: list[dict[str, object]]
     only_here: list[str] = field(default_factory=list)
     only_there: list[str] = field(default_factory=list)
+    not_compared: list[str] = field(default_factory=list)
     index: Checkpoint | None = field(default=None, compare=False)  # the checkpoint itself, without bytes of tensors
 
     def folded(self) -> Statistics:
@@ -109,7 +110,7 @@ class Statistics(Shown):
         ]
         return {
             "rows": replace_non_finite_numbers(rows),
-            **{k: getattr(self, k) for k in ("digest", "not_read", "only_here", "only_there")},
+            **{k: getattr(self, k) for k in ("digest", "not_read", "only_here", "only_there", "not_compared")},
         }
 
     def csv(self) -> Iterator[str]:
@@ -254,6 +255,7 @@ def stats(
                 other.source.assert_unchanged()
                 out.only_here = [n for n in ckpt.tensors if n not in other.checkpoint.tensors]
                 out.only_there = [n for n in other.checkpoint.tensors if n not in ckpt.tensors]
+                out.not_compared = [n for n in ckpt.tensors if n in other.checkpoint.tensors and n not in moved]
             for row in rows:
                 row.moved = None if row.codes else moved.get(row.name)
     return out

@@ -293,7 +293,7 @@ class AnyLayoutReader(StorageReader):
                 target = planner.resolve_tensor(whole).detach()
                 commit.append((whole, target))
                 if isinstance(entry, Value):
-                    target.fill_(entry.data)
+                    _fill_with_number(target, entry.data, name)
                 else:
                     wanted.append(ReadRequest(name, (), (), target))
             elif isinstance(entry, Value) and type(held) in (bool, int, float):
@@ -303,7 +303,7 @@ class AnyLayoutReader(StorageReader):
                 if isinstance(entry, TensorEntry):
                     wanted.append(ReadRequest(name, (), (), number))
                 else:
-                    number.fill_(entry.data)
+                    _fill_with_number(number, entry.data, name)
                 later.append((item, number, held))
         self._open.fill(wanted, share.names)
         for item, target in commit:
@@ -330,6 +330,30 @@ def _pickle_for_planner(x: object) -> io.BytesIO:
     torch.save(x, out)
     out.seek(0)
     return out
+
+
+def _fill_with_number(target: Tensor, number: int | float, name: str) -> None:
+    """Set a 0-dim tensor to a number of an optimizer's state. A fraction is rounded as torch rounds it.
+
+    Args:
+        target: the tensor, of any dtype.
+        number: the number.
+        name: its name in the checkpoint, for the error.
+
+    Raises:
+        Unsupported: the dtype has no such whole number, or the tensor is of integers and the number is none.
+    """
+    try:
+        target.fill_(number)
+        held = target.item()
+    except (RuntimeError, OverflowError):  # torch does not convert NaN to an integer, nor numbers above its range
+        held = None
+    rounded = type(number) is float and target.is_floating_point() and held is not None
+    if held != number and not (rounded and math.isfinite(held) == math.isfinite(number)):
+        raise Unsupported(
+            f'"{name}" is {number}, and the job has a tensor of {target.dtype} there, which cannot hold it.',
+            code="CKPT0338",
+        )
 
 
 def _as_held_type(number: Any, held: Any) -> object:

@@ -173,6 +173,7 @@ def test_how_far_tensors_moved_is_measured_against_another_layout(tmp_path: Path
         "layers.1.w": torch.ones(131, 3),
         "b": torch.zeros(2),
         "gone": torch.ones(1),
+        "cut": torch.ones(4),
     }
     torch.save({"model": model, "optim": {}}, tmp_path / "a.pt")
     after = {
@@ -180,12 +181,14 @@ def test_how_far_tensors_moved_is_measured_against_another_layout(tmp_path: Path
         "layers.1.w": torch.ones(131, 3).bfloat16(),
         "b": torch.ones(2),
         "new": torch.ones(1),
+        "cut": torch.ones(2, 2),
     }
     save_file(after, tmp_path / "b.safetensors")
     found = stats(tmp_path / "b.safetensors", against=tmp_path / "a.pt")
     moved = {r.name: r.moved for r in found.rows}
-    assert moved == {"model.layers.0.w": 0.5, "model.layers.1.w": 0.0, "model.b": math.inf, "model.new": None}
+    assert moved == {"model.layers.0.w": 0.5, "model.layers.1.w": 0.0, "model.b": math.inf, "model.new": None, "model.cut": None}
     assert (found.only_here, found.only_there) == (["model.new"], ["model.gone"])
+    assert found.not_compared == ["model.cut"]
     folded = {r.name: r.moved for r in found.folded().rows}
     assert folded["model.layers.#.w"] == pytest.approx(math.hypot(0.5 * 1.5, 0) / math.hypot(1.5, 1.0), rel=1e-6)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import math
 import os
 import random
 import shutil
@@ -1124,3 +1125,31 @@ def test_numbers_of_an_optimizer_that_are_no_tensors_come_back_as_they_were(tmp_
     assert state == {"step": 20_000_001, "factor": 0.96 * 1.1, "on": True}
     assert {k: type(v) for k, v in state.items()} == {"step": int, "factor": float, "on": bool}
     assert fresh.param_groups[0]["sizes"].tolist() == [3.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("number", "dtype", "held"),
+    [
+        (7, torch.float32, 7.0),
+        (0.1, torch.float32, pytest.approx(0.1)),
+        (7.0, torch.int64, 7),
+        (math.inf, torch.float32, math.inf),
+        (7.5, torch.int64, None),
+        (2**24 + 1, torch.float32, None),
+        (300, torch.int8, None),
+        (1e300, torch.float32, None),
+        (math.nan, torch.int64, None),
+    ],
+)
+def test_a_number_that_the_tensor_of_the_job_cannot_hold_is_refused(
+    number: float, dtype: torch.dtype, held: float | None, tmp_path: Path
+) -> None:
+    tree = {"model": {"w": torch.ones(2)}, "optim": {"state": {"w": {"step": number}}, "param_groups": []}}
+    torch.save(tree, tmp_path / "a.pt")
+    job = {"optim": {"state": {"w": {"step": torch.zeros((), dtype=dtype)}}}}
+    if held is None:
+        with pytest.raises(Unsupported, match="cannot hold it"):
+            load(job, tmp_path / "a.pt")
+        return
+    load(job, tmp_path / "a.pt")
+    assert job["optim"]["state"]["w"]["step"].item() == held
