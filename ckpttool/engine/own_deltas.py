@@ -90,14 +90,13 @@ def apply_own_deltas(base: OpenCheckpoint, deltas: list[OpenCheckpoint], sources
     tensors = {n: replace(tensors[ties.get(n, n)], path=t.path) for n, t in last.tensors.items()}
     files.working_bytes += reader.working_bytes + base.source.working_bytes + (4 << 20) * len(deltas)
     facts = get_delta_facts(deltas[-1])
-    values = last.values if parts != {"model"} else {n: v for n, v in located.values.items() if v.component == "model"}
     out = replace(
         located,
         files=files.names,
         sizes=files.sizes,
         tensors=tensors,
-        values=values,
-        origin={} if parts == {"model"} else last.origin,
+        values=last.values,
+        origin=last.origin,
         trainer=None if parts == {"model"} else last.trainer,
         recorded={n: digest for n, (_, digest) in facts["tensors"].items()},
         rounded={},

@@ -27,7 +27,7 @@ from .crc import crc32, crc32_combine
 from .pickle_writer import CommonList
 from .pickles import Opaque
 
-__all__ = ["TorchFiles"]
+__all__ = ["TorchFiles", "make_head_of_tree"]
 
 
 class _PendingRecord(NamedTuple):
@@ -82,17 +82,10 @@ class TorchFiles:
         Raises:
             TypeError: an object in the tree is of a type that no checkpoint has.
         """
-        inline: list[bytes] = []
-        tree = _replace_inline_tensors(tree, len(storages), inline)
-        if clash := {str(len(storages) + i) for i in range(len(inline))} & storages.keys():
+        head, records = make_head_of_tree(root, tree, len(storages))
+        if clash := {record[0] for record in records} & {f"{root}/data/{key}" for key in storages}:
             raise AssertionError(f"{name}: storages are numbered otherwise: {sorted(clash)}")
-        head, records = torch_pickles.make_head_pieces(root, torch_pickles.pickle_pieces(tree))
         at = sum(map(len, head))
-        for i, data in enumerate(inline):
-            record = f"{root}/data/{len(storages) + i}"
-            records.append((record, at, len(data), crc32(data), False))
-            head.append(zip_bytes.make_local_header(record, len(data), crc32(data), at, 64) + data)
-            at += len(head[-1])
         holes: list[_PendingRecord] = []
         places: dict[str, int] = {}
         for key, n in storages.items():
@@ -352,6 +345,31 @@ class _Framing(NamedTuple):
         if at < end:
             crc = crc32_combine(crc, _compute_crc_of_zeros(end - at), end - at)
         return int(crc), k
+
+
+def make_head_of_tree(
+    root: str, tree: object, storages: int
+) -> tuple[list[bytes], list[tuple[str, int, int, int, bool]]]:
+    """Return the first records of a torch.save file that holds a tree with `TensorRef` and `Inline` tensors, as
+    `torch_pickles.make_head_pieces` does, and behind them the storages of the `Inline` tensors.
+
+    Args:
+        root: the folder in the zip that all records are in.
+        storages: the number of the other storages, from which on those of `Inline` tensors are numbered.
+
+    Raises:
+        TypeError: an object in the tree is of a type that no checkpoint has.
+    """
+    inline: list[bytes] = []
+    tree = _replace_inline_tensors(tree, storages, inline)
+    head, records = torch_pickles.make_head_pieces(root, torch_pickles.pickle_pieces(tree))
+    at = sum(map(len, head))
+    for i, data in enumerate(inline, storages):
+        record, crc = f"{root}/data/{i}", crc32(data)
+        records.append((record, at, len(data), crc, False))
+        head.append(zip_bytes.make_local_header(record, len(data), crc, at, 64) + data)
+        at += len(head[-1])
+    return head, records
 
 
 def _replace_inline_tensors(

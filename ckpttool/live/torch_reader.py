@@ -347,8 +347,8 @@ def _fill_with_number(target: Tensor, number: int | float, name: str) -> None:
         target.fill_(number)
         held = target.item()
     except (RuntimeError, OverflowError):  # torch does not convert NaN to an integer, nor numbers above its range
-        held = None
-    rounded = type(number) is float and target.is_floating_point() and held is not None
+        held = math.nan if math.isinf(number) else math.inf
+    rounded = type(number) is float and target.is_floating_point()
     if held != number and not (rounded and math.isfinite(held) == math.isfinite(number)):
         raise Unsupported(
             f'"{name}" is {number}, and the job has a tensor of {target.dtype} there, which cannot hold it.',

@@ -18,10 +18,11 @@ from operator import lt
 from typing import Any, NamedTuple
 
 from ckpttool.errors import Corrupt, Unsupported, argument
-from ckpttool.formats import subclasses, torch_pickles, torch_zip, zip_bytes
+from ckpttool.formats import subclasses, torch_zip, zip_bytes
 from ckpttool.formats.pickles import Opaque
 from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.formats.torch_pickles import TensorRef
+from ckpttool.formats.torch_zip_writer import make_head_of_tree
 from ckpttool.index import boxes, composites
 from ckpttool.index.checkpoint import ITEMSIZE, Chunks, Path, TensorEntry, joined
 from ckpttool.index.composites import PLAIN, CannotCut, Composite
@@ -320,10 +321,11 @@ def _make_object_frame(found: Composite, about: Mapping[str, object], shapes: Ma
 
 
 def _make_frame(tree: object, sizes: list[int]) -> _Frame:
-    """Return the bytes around the storages of an item. The item holds a tree whose tensors are `TensorRef`s; storage i
-    has `sizes[i]` bytes."""
-    head, records = torch_pickles.make_head("archive", torch_pickles.pickle_tree(tree))
-    heads, at = [], len(head)
+    """Return the bytes around the storages of an item. The item holds a tree whose tensors are `TensorRef`s, or
+    `Inline` inside of values; storage i has `sizes[i]` bytes."""
+    pieces, records = make_head_of_tree("archive", tree, len(sizes))
+    head, heads = b"".join(pieces), []
+    at = len(head)
     places = []
     for i, n in enumerate(sizes):
         header = zip_bytes.make_local_header(f"archive/data/{i}", n, None, at, 64)

@@ -220,3 +220,32 @@ def test_ranks_may_have_the_learning_rate_in_a_tensor(unpacked: Unpack, tmp_path
     rewrite(source / "mp_rank_01" / MODEL, lambda tree: tree.update(iteration=torch.tensor(4)))
     with pytest.raises(Corrupt, match="the iteration here: 4; in mp_rank_00: 3"):
         ckpttool.open(source)
+
+
+class ByName:
+    """Pickles as the member of an enumeration that Python 3.11.0 to 3.11.3 pickles, Debian 12's among them."""
+
+    def __init__(self, of: type, name: str) -> None:
+        self.of, self.name = of, name
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.of, self.name)
+
+
+def test_an_argument_that_python_3_11_2_pickled_by_its_name_is_carried(unpacked: Unpack, tmp_path: Path) -> None:
+    source = changed(unpacked, "tp2_plain", tmp_path)
+    backends = type(load(source / "mp_rank_00" / MODEL)["args"].attention_backend)
+    everywhere(source, argument("attention_backend", ByName(backends, "flash")))
+    ckpttool.convert(source, tmp_path / "x.pt", to="full")
+    done = ckpttool.convert(tmp_path / "x.pt", tmp_path / "out", to="megatron", world_size=2)
+    assert done.verified and not done.dropped
+    found = load_full(tmp_path / "x.pt")["extra"]["args"]["attention_backend"]
+    assert found == {"class": "megatron.core.transformer.enums.AttnBackend", "member": "flash"}
+    assert load(tmp_path / "out" / "common.pt")["args"].attention_backend is backends.flash
+    for rank in range(
+        2
+    ):  # what np.random.set_state takes, which a file of torch.load(weights_only=True) has as a tensor
+        before = load(source / f"mp_rank_0{rank}" / MODEL)["rng_state"][0]["np_rng_state"]
+        ((after,),) = load_dcp(tmp_path / "out")[f"rng_state/shard_0.{rank}_1.2"]
+        assert after["np_rng_state"][0] == "MT19937" and after["np_rng_state"][2:] == before[2:]
+        assert after["np_rng_state"][1].numpy().tobytes() == before[1].tobytes()

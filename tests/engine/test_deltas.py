@@ -15,6 +15,7 @@ import torch
 from commands import ckpttool_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peers import load_full, same_value
 from safetensors.torch import load_file, save_file
 
 import ckpttool
@@ -391,3 +392,12 @@ def test_what_a_delta_does_not_have_is_not_passed_over(programs: Path) -> None:
     for words in (["inspect", delta, "--tree"], ["inspect", delta, "--tensor", "*"], ["verify", delta, "--against", delta]):  # fmt: skip
         done = ckpttool_here(*words)
         assert done.returncode == 3 and "not a checkpoint" in done.stderr
+
+
+def test_values_of_the_model_are_those_of_the_new_checkpoint(tmp_path: Path) -> None:
+    for k in (1, 2):
+        model = {"w": torch.ones(3) * k, "l._extra_state": {"scale": k, "amax": [k, 2]}}
+        torch.save({"model": model, "step": k}, tmp_path / f"{k}.pt")
+    ckpttool.delta(tmp_path / "1.pt", tmp_path / "2.pt", tmp_path / "d.tar.zst")
+    ckpttool.convert(tmp_path / "1.pt", tmp_path / "out.pt", to="full", apply=[tmp_path / "d.tar.zst"])
+    assert same_value(load_full(tmp_path / "out.pt"), {"model": load_full(tmp_path / "2.pt")["model"]})

@@ -186,7 +186,13 @@ def test_how_far_tensors_moved_is_measured_against_another_layout(tmp_path: Path
     save_file(after, tmp_path / "b.safetensors")
     found = stats(tmp_path / "b.safetensors", against=tmp_path / "a.pt")
     moved = {r.name: r.moved for r in found.rows}
-    assert moved == {"model.layers.0.w": 0.5, "model.layers.1.w": 0.0, "model.b": math.inf, "model.new": None, "model.cut": None}
+    assert moved == {
+        "model.layers.0.w": 0.5,
+        "model.layers.1.w": 0.0,
+        "model.b": math.inf,
+        "model.new": None,
+        "model.cut": None,
+    }
     assert (found.only_here, found.only_there) == (["model.new"], ["model.gone"])
     assert found.not_compared == ["model.cut"]
     folded = {r.name: r.moved for r in found.folded().rows}
