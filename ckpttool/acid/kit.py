@@ -7,7 +7,6 @@ state may be expected, expected.safetensors and expected.json. docs/explanation/
 from __future__ import annotations
 
 import os
-import sys
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from typing import Any
 
 from ..bounded_json import parse
 from ..engine.copy.dtypes import numpy_dtype
-from ..errors import Corrupt, MissingPackage, NotRecognised, Unsupported, UsageError, argument
+from ..errors import Corrupt, NotRecognised, Unsupported, UsageError, argument
 from ..formats.safetensors_header import read_slots
 from ..storage.sources import open_source
 
@@ -124,18 +123,20 @@ def _unpack_kit(kit: Path, folder: str) -> None:
     """Unpack the .tar.xz of a kit to a folder.
 
     Raises:
-        NotRecognised: the file does not exist, or is not a .tar.xz.
+        NotRecognised: the file does not exist, is not a .tar.xz, or has a link or a path that leads out of the folder.
         Corrupt: it is cut off or damaged.
-        MissingPackage: this Python is older than 3.11.4, whose tarfile cannot refuse paths that lead out of the folder.
     """
-    if not hasattr(tarfile, "data_filter"):
-        raise MissingPackage(
-            f"{kit}: Python {sys.version.partition(' ')[0]} cannot unpack an archive safely. Unpack it yourself and "
-            "give its folder, or use Python 3.11.4 or newer."
-        )
     try:
         with tarfile.open(kit, "r:xz") as packed:
-            packed.extractall(folder, filter="data")
+            for member in packed:  # Python before 3.11.4 has no filter for `extractall`
+                parts = Path(member.name).parts
+                if member.isdir():
+                    continue
+                data = packed.extractfile(member) if member.isfile() else None
+                if data is None or not parts or parts[0] == "/" or ".." in parts:
+                    raise tarfile.TarError(f"{member.name!r} is no file below the folder")
+                Path(folder, *parts[:-1]).mkdir(parents=True, exist_ok=True)
+                Path(folder, *parts).write_bytes(data.read())
     except (EOFError, LZMAError) as e:
         raise Corrupt(f"{kit}: the kit is damaged ({e}). Fetch it again.", code="CKPT0403") from None
     except (FileNotFoundError, tarfile.TarError) as e:

@@ -321,6 +321,7 @@ class _Collector:
         self.single = self.instances[place], self.instances[item]
         self.stand_ins: dict[tuple[str, str], object] = {
             **_STAND_INS,
+            **pickles.make_enum_stand_ins(_MEMORY_FORMATS, (planned, dict.fromkeys(_WRITE_ITEM_TYPES, self.part))),
             (META, "TensorStorageMetadata"): self.tensor_class,
             (META, "BytesStorageMetadata"): self._bind_stand_in(_BytesCounted),
             (META, "ChunkStorageMetadata"): box,
@@ -412,15 +413,14 @@ class _Collector:
         return type(cls.__name__[1:], (cls,), {"__slots__": (), "collect": self})
 
 
+_MEMORY_FORMATS = (_MemoryFormat, {name: _MemoryFormat(k) for k, name in enumerate(pickles.MEMORY_FORMATS)})
+_WRITE_ITEM_TYPES = ("TENSOR", "SHARD", "BYTE_IO")  # WriteItemType of torch/distributed/checkpoint/planner.py
 _STAND_INS: dict[tuple[str, str], object] = {
     (META, "Metadata"): _Metadata,
     (MEGATRON, "MCoreMetadata"): _Metadata,
     (META, "TensorProperties"): _Properties,
     (META, "StorageMeta"): _Inert,
     (META, "_MEM_FORMAT_ENCODING"): _MemoryFormat,
-    **pickles.make_enum_stand_ins(
-        (_MemoryFormat, {name: _MemoryFormat(k) for k, name in enumerate(pickles.MEMORY_FORMATS)})
-    ),
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): _Inert,
     ("collections", "OrderedDict"): pickles.PLAIN["collections", "OrderedDict"],

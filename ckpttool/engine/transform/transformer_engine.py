@@ -21,7 +21,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ...errors import Corrupt, Unsupported
-from ...formats.pickles import Opaque
+from ...formats.pickles import Global, Opaque
 from ...index.checkpoint import TensorEntry
 from ...index.composites import SubclassFacts
 from ...index.records import Extent
@@ -35,6 +35,7 @@ __all__ = ["add_decoded_part", "is_of_transformer_engine"]
 
 #: {number of a dtype in TransformerEngine's DType: torch's name of it}.
 _DTYPES = {7: "float8_e4m3fn", 8: "float8_e5m2"}
+_MEMBERS = {"kFloat8E4M3": 7, "kFloat8E5M2": 8}
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _NUMBERS = 1 << 20  # of a page, or as many as 128 rows have
 _TALLEST = 128  # rows of a block
@@ -83,6 +84,8 @@ def add_decoded_part(
     fp8 = state.get("fp8_dtype")
     if isinstance(fp8, Opaque):
         fp8 = fp8.args[0] if fp8.args else fp8.state
+    elif isinstance(fp8, Global):  # as Python 3.11.0 to 3.11.3 pickles a member of an enumeration
+        fp8 = _MEMBERS.get(fp8.name.rpartition(".")[2], fp8)
     problem = _describe_misfit(kind, state, shape, parts, codes)
     if problem or (kind != "NVFP4Tensor" and fp8 not in _DTYPES):
         raise Corrupt(

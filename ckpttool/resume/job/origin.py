@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapp
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field
+from enum import Enum, EnumMeta
 from itertools import zip_longest
 from typing import Any
 
@@ -208,13 +209,15 @@ class _MetadataUnpickler(pickle.Unpickler):
     """An unpickler that knows the classes of torch's metadata, and no others."""
 
     def find_class(self, module: str, name: str) -> object:
-        """Return a class of torch's metadata, or a dtype.
+        """Return a class of torch's metadata, a dtype, or a function that returns members of such a class.
 
         Raises:
             UnpicklingError: the name is of anything else.
         """
         import torch
 
+        if (module, name) in (("builtins", "getattr"), ("__builtin__", "getattr")):
+            return _get_enum_member
         found: Any = None
         if module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"):
             found = super().find_class(module, name)
@@ -226,6 +229,18 @@ class _MetadataUnpickler(pickle.Unpickler):
         if own or isinstance(found, (torch.dtype, torch.memory_format, torch.layout)):
             return found
         raise pickle.UnpicklingError(f"{module}.{name} is no class of torch's metadata")
+
+
+def _get_enum_member(cls: object, name: str) -> Enum:
+    """Return a member of an enumeration, which Python 3.11.0 to 3.11.3 pickles as a call of getattr.
+
+    Raises:
+        pickle.UnpicklingError: `cls` is no enumeration, or has no such member.
+    """
+    if not isinstance(cls, EnumMeta) or name not in cls.__members__:
+        raise pickle.UnpicklingError(f"getattr({cls!r}, {name!r}) is no member of an enumeration")
+    member: Enum = cls.__members__[name]
+    return member
 
 
 def _plan_dcp_load(target: _Target, folder: str, parts: list[str], out: OriginLoad) -> None:
