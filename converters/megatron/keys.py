@@ -138,18 +138,38 @@ def parse_object_key(key: str) -> tuple[Path, int | None]:
     return ("extra", key), None
 
 
+#: {enumeration: {name of a member: its value}} of those in arguments (transformer/enums.py and enums.py of 0.16), since
+#: Python 3.11.0 to 3.11.3 pickles members by their names.
+_VALUES_OF_MEMBERS: Mapping[str, Mapping[str, object]] = {
+    "AttnBackend": {"flash": 1, "fused": 2, "unfused": 3, "local": 4, "auto": 5},
+    "CudaGraphScope": {
+        "full_iteration": 1,
+        "attn": 2,
+        "mlp": 3,
+        "moe": 4,
+        "moe_router": 5,
+        "moe_preprocess": 6,
+        "mamba": 7,
+    },
+    "Fp4Recipe": {name: name for name in ("nvfp4", "custom")},
+    "Fp8Recipe": {name: name for name in ("delayed", "tensorwise", "mxfp8", "blockwise", "custom")},
+    "ModelType": {"encoder_or_decoder": 1},
+}
+
+
 def to_plain_args(x: object) -> object:
     """Return the arguments of a job, as unpickled, as plain data.
 
-    A Namespace becomes a dict, and a member of one of Megatron's enumerations {"class": name, "value": value}, or
-    {"class": name, "member": its name} where Python 3.11.0 to 3.11.3 pickled it. Anything else stays unchanged.
+    A Namespace becomes a dict, and a member of one of Megatron's enumerations {"class": name, "value": value}. Anything
+    else stays unchanged.
     """
     if isinstance(x, Opaque) and x.cls == Global("argparse", "Namespace") and isinstance(x.state, dict):
         return to_plain_args(x.state)
     if isinstance(x, Opaque) and x.cls in MEGATRON_ENUMS and len(x.args) == 1:
         return {"class": str(x.cls), "value": x.args[0]}
     if isinstance(x, Global) and (of := x._replace(name=x.name.rpartition(".")[0])) in MEGATRON_ENUMS:
-        return {"class": str(of), "member": x.name.rpartition(".")[2]}
+        value = _VALUES_OF_MEMBERS.get(of.name, {}).get(x.name.rpartition(".")[2])
+        return x if value is None else {"class": str(of), "value": value}
     if isinstance(x, dict):
         return type(x)((k, to_plain_args(v)) for k, v in x.items())
     if isinstance(x, (list, tuple)) and not isinstance(x, (Global, StoredTensor)):
@@ -165,16 +185,15 @@ def from_plain_args(x: object) -> object:
 
 
 def _restore_enums(x: object) -> object:
-    """Return plain data in which each {"class": name, "value": value}, or with "member" in place of "value", is an
-    object that pickles as that member of an enumeration.
+    """Return plain data in which each {"class": name, "value": value} is an object that pickles as that member of an
+    enumeration.
 
     Only Megatron's own enumerations are restored.
     """
-    if isinstance(x, dict) and x.keys() in ({"class", "value"}, {"class", "member"}):
+    if isinstance(x, dict) and x.keys() == {"class", "value"}:
         of = Global(*str(x["class"]).rpartition(".")[::2])
-        member = str(x.get("member", "NONE"))
-        if of in MEGATRON_ENUMS and member.isidentifier() and not member.startswith("_"):
-            return Opaque(of, (x["value"],), call=True) if "value" in x else Global(of.module, f"{of.name}.{member}")
+        if of in MEGATRON_ENUMS:
+            return Opaque(of, (x["value"],), call=True)
     if isinstance(x, dict):
         return type(x)((k, _restore_enums(v)) for k, v in x.items())
     if isinstance(x, (list, tuple)) and not isinstance(x, (Global, Inline, StoredTensor)):

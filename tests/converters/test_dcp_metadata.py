@@ -149,6 +149,20 @@ def test_plans_in_planner_data_change_nothing(
 
 
 @pytest.mark.parametrize("large", [False, True])
+def test_plans_with_enumerations_by_name_change_nothing(
+    tmp_path: Path, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Python 3.11.0 to 3.11.3 pickles them."""
+    top = saved()
+    plain = read(tmp_path, top, large, monkeypatch)
+    for cls in (p.WriteItemType, m._MEM_FORMAT_ENCODING):
+        monkeypatch.setattr(cls, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name)))
+    top.all_local_plans = plans()  # type: ignore[attr-defined]
+    assert b"getattr" in pickle.dumps(top)
+    assert [*read(tmp_path, top, large, monkeypatch).to_parts()] == [*plain.to_parts()]
+
+
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("of", ["chunk", "place", "item", "nested"])
 def test_what_torch_loads_is_not_taken_from_plans(
     tmp_path: Path, of: str, large: bool, monkeypatch: pytest.MonkeyPatch
