@@ -199,6 +199,8 @@ DCP: dict[str, Case] = {
     "a transform that nobody knows": Case(transforms(["stream.lzma"]), Unsupported, "ckpttool knows stream.zstd only"),
     "a zstd item that is none": Case(transforms(["stream.zstd"]), Corrupt, "zstd frame is damaged"),
 }  # fmt: skip
+if sys.version_info < (3, 11, 4):  # which pickles members of enums by their names
+    DCP = {name: case for name, case in DCP.items() if "memory format" not in name}
 
 VIEW = rebuilt(0, (4,), (1,))
 PT: dict[str, Case] = {

@@ -15,6 +15,7 @@ import random
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -46,7 +47,14 @@ OPTIONAL = (
 NAMES = tuple(
     sorted(
         name
-        for name in {*sys.stdlib_module_names, *packages_distributions(), *OPTIONAL, "ckpttool", "planted_entry"}
+        for name in {
+            *sys.stdlib_module_names,
+            sysconfig._get_sysconfigdata_name(),  # type: ignore[attr-defined]
+            *packages_distributions(),
+            *OPTIONAL,
+            "ckpttool",
+            "planted_entry",
+        }
         if "/" not in name
     )
 )
