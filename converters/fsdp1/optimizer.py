@@ -24,6 +24,7 @@ from ..rank_files import (
     Column,
     Files,
     Rank,
+    are_leaves_equal,
     assemble_slot,
     compare_replicas,
     format_step,
@@ -83,7 +84,7 @@ def read_optimizer(
     columns, rest = _collect_slots(chosen), _read_rest(files, chosen)
     if named:
         return {**out, **rest, **_assemble_slots(files, chosen, columns)}
-    if _are_slots_flat(columns) or (not columns and known.layout is not None):
+    if _are_slots_flat(columns, known.layout is not None):
         return {**out, **rest, **_read_flat_optimizer(files, chosen, columns, groups, known, options, config)}
     out.update(_assemble_slots(files, chosen, columns))
     given = read_given_layout(files, options)
@@ -232,10 +233,14 @@ def _check_same_save(files: Files, a: list[Rank], b: list[Rank]) -> None:
         )
 
 
-def _are_slots_flat(columns: _Slots) -> bool:
-    """Return whether the slots of numbered parameters are slices of flat parameters: all 1-D, except single numbers."""
-    wide = [x for c in columns.values() for x in c if is_sharded(x) or (isinstance(x, StoredTensor) and x.shape)]
-    return bool(wide) and all(isinstance(x, StoredTensor) and len(x.shape) == 1 for x in wide)
+def _are_slots_flat(columns: _Slots, known: bool) -> bool:
+    """Return whether the slots of numbered parameters are slices of flat parameters: all 1-D, except single numbers;
+    `known` is whether a layout says that there are flat parameters, which counts where all slots are single numbers."""
+    held = [x for c in columns.values() for x in c]
+    wide = [x for x in held if is_sharded(x) or (isinstance(x, StoredTensor) and x.shape)]
+    if not wide:
+        return known and not any(isinstance(x, dict) for x in held)
+    return all(isinstance(x, StoredTensor) and len(x.shape) == 1 for x in wide)
 
 
 def _read_flat_optimizer(
@@ -305,10 +310,26 @@ def _assemble_slots(files: Files, ranks: list[Rank], columns: _Slots) -> Leaves:
 
     Raises:
         Corrupt: the ranks contradict one another.
+        Unsupported: a slot is a dict of tensors, and ranks have different ones.
     """
     out: Leaves = {}
     for (x, slot), column in columns.items():
-        out["optim", "state", str(x), str(slot)] = assemble_slot(files, ranks, f"{x}.{slot}", column)
+        path: Path = ("optim", "state", str(x), str(slot))
+        if not any(isinstance(held, dict) for held in column):
+            out[path] = assemble_slot(files, ranks, f"{x}.{slot}", column)
+            continue
+        found = [
+            (r, files.leaves(r.file, held, path)) for r, held in zip(ranks, column, strict=True) if held is not None
+        ]
+        for r, leaves in found[1:]:
+            if not are_leaves_equal(files, leaves, found[0][1]):
+                raise Unsupported(
+                    f'{files.path(r.file)}: "{joined(path)}" is a dict, as of an 8-bit optimizer of bitsandbytes, and '
+                    f"differs from that of rank {found[0][0].rank}. ckpttool does not join such parts; "
+                    f"{argument('only', ['model'])} leaves the optimizer out.",
+                    code="CKPT0319",
+                )
+        out.update(found[0][1])
     return out
 
 

@@ -967,3 +967,41 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
         conversion.convert(path, tmp_path / "no", to="fsdp1", world_size=2)
     conversion.convert(path, tmp_path / "out", to="fsdp1", world_size=2, like=like(tmp_path, truth()))
     assert not difference(read(tmp_path / "out"), truth())
+
+
+def bitsandbytes_state(folder: Path) -> Path:
+    """A file with the state of an 8-bit optimizer of bitsandbytes: dicts of tensors, and a number."""
+    weights = {"b.weight": torch.ones(6, 4), "a.weight": torch.ones(4)}
+    state = {
+        n: {
+            "step": 3,
+            "__bnb_optimizer_quant_state__": {
+                "state1": torch.ones(w.shape, dtype=torch.uint8),
+                "absmax1": torch.ones(1),
+            },
+        }
+        for n, w in weights.items()
+    }
+    groups = [{"lr": 0.1, "params": list(weights)}]
+    torch.save({"model": weights, "optim": {"state": state, "param_groups": groups}}, folder / "in.pt")
+    return folder / "in.pt"
+
+
+def test_steps_without_a_slot_are_read_with_the_layout_of_the_flat_parameters(tmp_path: Path) -> None:
+    done = ckpttool.convert(bitsandbytes_state(tmp_path), tmp_path / "out", to="fsdp1", world_size=2, drop=True)
+    assert done.verified and len(done.dropped) == 4
+    with ckpttool.open(tmp_path / "out") as opened:
+        assert [opened.checkpoint.value(f"optim.state.{n}.step") for n in ("a.weight", "b.weight")] == [3, 3]
+
+
+def test_slots_that_are_dicts_of_tensors_are_those_of_all_ranks_or_refused(tmp_path: Path) -> None:
+    source = bitsandbytes_state(tmp_path)
+    done = ckpttool.convert(source, tmp_path / "verl", to="verl", world_size=2)
+    assert done.verified and not done.dropped
+    assert not (found := ckpttool.diff(source, tmp_path / "verl")).data and not found.only_in_a
+    (file,) = (tmp_path / "verl").rglob("optim_world_size_2_rank_1.pt")
+    held = torch.load(file, weights_only=False)
+    held["state"][0]["__bnb_optimizer_quant_state__"]["absmax1"] *= 2
+    torch.save(held, file)
+    with pytest.raises(Unsupported, match="8-bit optimizer .* differs from that of rank 0"):
+        ckpttool.open(tmp_path / "verl")
