@@ -48,7 +48,6 @@ SAMPLED = (
     "live/test_newer_maps.py::test_training_goes_on_with_the_losses_of_the_live_job",
     "live/test_newer_maps.py::test_transformers_has_the_logits_of_the_live_model",
     "live/test_precision_aware.py::test_masters_and_moments_of_the_ranks_are_there_exactly",
-    "live/test_reader.py::test_a_live_job_filled_from_every_layout_holds_the_truth_and_trains_on",
     "live/test_resume_pairs.py::test_a_trainer_goes_on_from_the_checkpoint_of_another",
     "resume/test_after.py::test_what_no_step_shows_is_seen_after_the_last_one_and_called_by_its_name",
     "resume/test_faults.py::test_the_command_passes_a_converted_checkpoint_at_another_world_size",
@@ -65,6 +64,16 @@ SAMPLED = (
     "storage/test_remote.py::test_writing_through_failures",
     "storage/test_shared_objects.py::test_workers_send_the_bytes_of_one_process",
 )
+#: {test of ten seconds or more: the test of the same kind that is run}.
+ALIKE = {
+    "live/test_torchao.py::test_three_ranks_go_on_from_two": "live/test_torchao.py::test_two_ranks_go_on_as_if_they_had_never_stopped",
+    "resume/test_other_python.py::test_a_job_whose_result_depends_on_the_version_of_a_package_fails_and_the_versions_are_named":
+        "resume/test_other_python.py::test_the_reference_and_its_noise_run_in_the_other_python_and_the_candidate_in_this_one",
+    "resume/test_other_python.py::test_a_rank_that_is_killed_there_is_named_with_its_python":
+        "resume/test_operations.py::test_the_rank_that_failed_is_named_with_what_ended_it",
+    "storage/test_shared_objects.py::test_a_coordinator_that_is_killed":
+        "storage/test_shared_objects.py::test_when_the_coordinator_dies_the_same_command_goes_on",
+}  # fmt: skip
 
 
 def sample(table: str, rows: Iterable[Row], keep: Iterable[Row]) -> list[Row]:
@@ -85,11 +94,14 @@ def leave_out(ids: Iterable[str]) -> set[str]:
         ids: such as "tests/a/test_b.py::test_c[row]".
     """
     rows_of: defaultdict[str, list[str]] = defaultdict(list)
+    ids = list(ids)
+    alike = [] if EVERY else [name for name in ids if name.removeprefix("tests/") in ALIKE]
+    LEFT_OUT["tests like another"] = (len(alike), len(ALIKE))
+    out: set[str] = set(alike)
     for name in ids:
         test = name.removeprefix("tests/").partition("[")[0]
         if test in SAMPLED:
             rows_of[test].append(name)
-    out: set[str] = set()
     for test, rows in rows_of.items():
         left = [] if EVERY else [row for row in rows if crc32(row.encode()) % 4]
         left = left[1:] if len(left) == len(rows) else left

@@ -1003,5 +1003,5 @@ def test_slots_that_are_dicts_of_tensors_are_those_of_all_ranks_or_refused(tmp_p
     held = torch.load(file, weights_only=False)
     held["state"][0]["__bnb_optimizer_quant_state__"]["absmax1"] *= 2
     torch.save(held, file)
-    with pytest.raises(Unsupported, match="8-bit optimizer .* differs from that of rank 0"):
+    with pytest.raises(Unsupported, match=r"8-bit optimizer .* differs from that of rank 0"):
         ckpttool.open(tmp_path / "verl")
