@@ -307,7 +307,7 @@ class SavePlan:
         if self.scaler:
             scaler = {f"scaler.{k}": x for k, x in {"overflow": False, **self.scaler}.items()}
             added |= {n: x for n, x in scaler.items() if n not in held}
-        if not any(n.startswith("optim.") for n in held):
+        if not any(n.startswith("optim.param_groups.") for n in held):
             added |= {n: v.data for n, v in list_group_values(self.state.groups).items()}
         return added
 

@@ -88,6 +88,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         out.sources,
         dropped=state.dropped,
         aliases=out.same,
+        synthesized_values={} if before else {n: v.data for n, v in after.items()},
         changed=list_changed_values(before, after, TRAINED_ALONE) if before else {},
         notes=[n for n in (*state.notes, *plan.notes) if plan.groups is not None or "param group" not in n],
     )

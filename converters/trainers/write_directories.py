@@ -361,9 +361,17 @@ def write_llamafactory(ckpt: Checkpoint, source: Source, options: WriteOptions) 
 
     Raises:
         UsageError: no world size was given and the source has none, or the state dict type is full.
-        Unsupported: there are no weights, several optimizers, or parameters that cannot be numbered where they must be.
+        Unsupported: there are no weights, several optimizers, one without param groups, or parameters that cannot be
+            numbered where they must be.
     """
     refuse_several_optimizers(ckpt, "LLaMA-Factory")
+    optimizer = _select_leaves(ckpt, "optim")
+    if optimizer and not _select_leaves(ckpt, "optim", "param_groups"):
+        raise Unsupported(
+            "The optimizer has no param groups, and LLaMA-Factory loads none without them. "
+            f"{argument('only', ['model'])} leaves the optimizer out.",
+            code="CKPT0316",
+        )
     if options.of(DirectoryOptions).state_dict_type == "full":
         raise UsageError(
             f"{argument('state_dict_type', 'full')}: LLaMA-Factory saves no such state; choose sharded or ddp.",

@@ -266,3 +266,20 @@ def test_components_that_are_no_dict_with_names(to: str, tmp_path: Path) -> None
         done = conserved.converted(source, out, to, 2)
         assert not conserved.unaccounted(source, out, done), odd
         assert {n.partition(".")[0] for n, _, _ in done.dropped} <= {*odd, "extra", "scheduler", "trainer"}, odd
+
+
+@pytest.mark.parametrize("optim", [{}, {"param_groups": []}])
+@pytest.mark.parametrize("to", ["zero3", "zero1", "universal", "fsdp1"])
+def test_the_param_group_that_an_optimizer_without_any_gets_is_listed(
+    to: str, optim: dict[str, Any], tmp_path: Path
+) -> None:
+    weights = {"b": torch.ones(6, 4), "a": torch.ones(4)}
+    state = {n: {"exp_avg": w / 2, "exp_avg_sq": w / 4, "step": torch.tensor(3.0)} for n, w in weights.items()}
+    torch.save({"model": weights, "optim": {"state": state, **optim}}, tmp_path / "in.pt")
+    world = {} if to == "universal" else {"world_size": 2}
+    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, **world)
+    assert done.verified and not done.dropped and "optim.param_groups.0.params" in done.added
+    with ckpttool.open(tmp_path / "out") as opened:
+        assert sorted(opened.checkpoint.value("optim.param_groups.0.params")) == ["a", "b"]
+    with pytest.raises(Unsupported, match="has no param groups"):
+        ckpttool.convert(tmp_path / "in.pt", tmp_path / "other", to="llamafactory", world_size=2)
