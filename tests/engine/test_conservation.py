@@ -279,7 +279,6 @@ def test_the_param_group_that_an_optimizer_without_any_gets_is_listed(
     world = {} if to == "universal" else {"world_size": 2}
     done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, **world)
     assert done.verified and not done.dropped and "optim.param_groups.0.params" in done.added
-    with ckpttool.open(tmp_path / "out") as opened:
-        assert sorted(opened.checkpoint.values["optim.param_groups.0.params"].data) == ["a", "b"]
+    assert not ckpttool.diff(tmp_path / "in.pt", tmp_path / "out").values
     with pytest.raises(Unsupported, match="has no param groups"):
         ckpttool.convert(tmp_path / "in.pt", tmp_path / "other", to="llamafactory", world_size=2)
