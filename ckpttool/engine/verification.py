@@ -426,8 +426,10 @@ def compare_recorded_digests(opened: OpenCheckpoint, found: Mapping[str, str], o
     ckpt, record = opened.stored, opened.recorded()
     held = digest_values_without_arrays(ckpt.values)
     found = {n: found[opened.renamed.get(n, n)] for n in ckpt.tensors}
-    if ckpt.recorded:
-        here = {**found, **{n: d for n, d in held.items() if n in ckpt.recorded_values}}
+    complete = ckpt.recorded.keys() >= found.keys()  # a trainer's directory has files without digests, too
+    if ckpt.recorded and (complete or record is None):
+        here = {n: d for n, d in found.items() if complete or not opened.folder or n in ckpt.recorded}
+        here |= {n: d for n, d in held.items() if n in ckpt.recorded_values}
         _refuse_unequal_digests(here, {**ckpt.recorded, **ckpt.recorded_values}, "the digests it carries itself")
     elif record is None:
         return
@@ -525,10 +527,11 @@ def _select_held_tensors(ckpt: Checkpoint, draft: Draft, cast: layouts.Cast) -> 
     Args:
         cast: chooses the dtype of those that have another name in the destination.
     """
-    there = draft.checkpoint.tensors
+    there = {n: t.dtype for n, t in draft.checkpoint.tensors.items()}
+    there |= {n: dtype for n, (dtype, _, _) in digest_arrays_in_values(draft.checkpoint.values).items()}  # not cast
     gone = {d.name for d in draft.dropped}
     return {
-        n: replace(t, dtype=there[n].dtype if n in there else cast(n, t.dtype))
+        n: replace(t, dtype=there[n] if n in there else cast(n, t.dtype))
         for n, t in ckpt.tensors.items()
         if n not in gone
     }

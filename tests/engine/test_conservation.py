@@ -6,8 +6,9 @@ import collections
 import itertools
 import random
 import shutil
+import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from peers import REPOSITORY
 import ckpttool
 from ckpttool import layouts
 from ckpttool.engine import planning
-from ckpttool.errors import Differs, Unsupported
+from ckpttool.errors import CkpttoolError, Differs, Unsupported
 from ckpttool.index.checkpoint import Checkpoint
 
 sys.path.insert(0, str(REPOSITORY))
@@ -282,3 +283,46 @@ def test_the_param_group_that_an_optimizer_without_any_gets_is_listed(
     assert not ckpttool.diff(tmp_path / "in.pt", tmp_path / "out").values
     with pytest.raises(Unsupported, match="has no param groups"):
         ckpttool.convert(tmp_path / "in.pt", tmp_path / "other", to="llamafactory", world_size=2)
+
+
+SEEN = struct.pack("<5q", *range(5))
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested dicts and lists."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (dict, list)):
+        for x in tree.values() if isinstance(tree, dict) else tree:
+            yield from _tensors(x)
+
+
+@pytest.mark.parametrize("to", ["accelerate", "trainer", "torchtune", "llamafactory"])
+def test_all_files_of_a_directory_are_compared_with_its_record(to: str, tmp_path: Path) -> None:
+    """Those of torch.save carry digests of their own, and others beside them do not."""
+    weights = {"b.weight": torch.ones(6, 4), "a.weight": torch.ones(4)}
+    state = {n: {"exp_avg": w / 2, "exp_avg_sq": w / 4, "step": torch.tensor(3.0)} for n, w in weights.items()}
+    optim = {"state": state, "param_groups": [{"lr": 0.1, "params": list(weights)}]}
+    extra = {"job": {"seen": torch.arange(5)}, "rng": {"0": {"cpu": torch.arange(16, dtype=torch.uint8)}}}
+    torch.save({"model": weights, "optim": optim, **extra}, tmp_path / "in.pt")
+    world = {} if to == "torchtune" else {"world_size": 1}
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, drop=True, **world)
+    assert ckpttool.verify(tmp_path / "out", read_data=True).recorded == "equal"
+    (file,) = (p for p in (tmp_path / "out").rglob("*") if p.is_file() and SEEN in p.read_bytes())
+    tree = torch.load(file, weights_only=False)
+    next(t for t in _tensors(tree) if t.tolist() == [0, 1, 2, 3, 4])[2] = 9
+    torch.save(tree, file)
+    with pytest.raises(
+        CkpttoolError, match=r"digest"
+    ):
+        ckpttool.verify(tmp_path / "out", read_data=True)
+
+
+@pytest.mark.parametrize("to", ["zero3", "zero1", "fsdp1"])
+def test_the_record_has_the_dtype_of_steps_that_no_cast_applies_to(to: str, tmp_path: Path) -> None:
+    weights = {"b.weight": torch.ones(6, 4), "a.weight": torch.ones(4)}
+    state = {n: {"exp_avg": w / 2, "exp_avg_sq": w / 4, "step": torch.tensor(3.0)} for n, w in weights.items()}
+    optim = {"state": state, "param_groups": [{"lr": 0.1, "params": list(weights)}]}
+    torch.save({"model": weights, "optim": optim}, tmp_path / "in.pt")
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, world_size=2, cast={"optim.*": "float64"})
+    assert ckpttool.verify(tmp_path / "out", read_data=True).recorded == "equal"
