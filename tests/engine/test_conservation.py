@@ -312,9 +312,7 @@ def test_all_files_of_a_directory_are_compared_with_its_record(to: str, tmp_path
     tree = torch.load(file, weights_only=False)
     next(t for t in _tensors(tree) if t.tolist() == [0, 1, 2, 3, 4])[2] = 9
     torch.save(tree, file)
-    with pytest.raises(
-        CkpttoolError, match=r"digest"
-    ):
+    with pytest.raises(CkpttoolError, match=r"digest"):
         ckpttool.verify(tmp_path / "out", read_data=True)
 
 
