@@ -75,7 +75,7 @@ __all__ = [
     "name_tree_beside_model",
     "read",
     "to_live_peft_name",
-    "with_saved_peft_names",
+    "with_peft_names",
 ]
 
 #: The layout of a part that holds plain data: a file of torch.save or of JSON, and no state dict.
@@ -140,6 +140,8 @@ class Dialect(ByFields):
         write, options, suffixes: as those of `Layout`.
         world_size: ranks of the job, where the files tell.
         own_keys: the parts are one tree with keys of its own, which dcp and full put back.
+        saves_peft_names: it saves an adapter of PEFT by `get_peft_model_state_dict`, without the adapter's own name in
+            those of the parameters; otherwise by `state_dict` of the live module.
         aliases: other names of the layout.
         saves: how DeepSpeed keeps several saves in such a folder, where it is inside.
         program: what is known of the trainer besides: next steps, files beside its directory, `--for`, ...
@@ -155,6 +157,7 @@ class Dialect(ByFields):
     options: type | None = None
     world_size: Callable[[Source], int | None] = lambda source: None
     own_keys: bool = False
+    saves_peft_names: bool = False
     suffixes: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     saves: Saves | None = None
@@ -170,8 +173,8 @@ class Dialect(ByFields):
             read=partial(read, self),
             locate=locate,
             write=self.write,
-            prepare=lambda ckpt, source, options: with_saved_peft_names(
-                complete_scheduler_state(require_single_model(ckpt))
+            prepare=lambda ckpt, source, options: with_peft_names(
+                complete_scheduler_state(require_single_model(ckpt)), self.saves_peft_names
             ),
             options=self.options,
             suffixes=self.suffixes,
@@ -334,7 +337,7 @@ def _read_checkpoint_part(source: Source, part: DirectoryPart, options: ReadOpti
         if not named <= set(model) and part.renamed and {part.renamed + n for n in named} <= set(model):
             found = with_optimizer_prefix(found, part.renamed)
         elif not named <= set(model) and {to_saved_peft_name(n) for n in named} <= set(model):
-            found = with_saved_peft_names(found)
+            found = with_peft_names(found, saved=True)
     if not found.tensors and not found.values:
         found.notes.append(
             f"{part.name} holds no tensors: the trainer saved no {_CALLED.get(part.component, part.component)} there"
@@ -409,6 +412,7 @@ def _move_below_extra(ckpt: Checkpoint, below: Path) -> Checkpoint:
 #: PEFT names the parameters of a live adapter by the adapter's own name too, and leaves that out in what it saves.
 _LIVE = re.compile(r"(\.lora_[AB]|\.lora_magnitude_vector)\.[^.]+(?=\.)|(\.lora_embedding_[AB])\.[^.]+$")
 _SAVED = re.compile(r"(\.lora_[AB]|\.lora_magnitude_vector)(?=\.[^.]+$)|(\.lora_embedding_[AB])$")
+_PEFT = "base_model.model."
 _SEVERAL_ADAPTERS = (
     "several adapters have weights of the same parameters, so all names keep those of the adapters "
     "(lora_A.default.weight), which PEFT leaves out in what it saves: a job with one adapter does not find its weights "
@@ -444,12 +448,21 @@ def to_live_peft_name(fqn: str) -> str:
     return _SAVED.sub(r"\1\2.default", fqn)
 
 
-def with_saved_peft_names(ckpt: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with the parameters of an adapter named as PEFT saves them, in the model and in the
-    optimizer. If two parameters would get the same name, all names are kept and a note is added."""
-    tensors = {
-        (p := _to_saved_peft_path(t.path)): t if p == t.path else replace(t, path=p) for t in ckpt.tensors.values()
-    }
+def with_peft_names(ckpt: Checkpoint, saved: bool) -> Checkpoint:
+    """Return the checkpoint with the parameters of an adapter of PEFT named as PEFT saves them, or as the live module
+    has them, in the model and in the optimizer. If two parameters would get the same name, all names are kept and a
+    note is added."""
+
+    def rename(fqn: str) -> str:
+        """Return the name of a parameter; modules that are not PEFT's may have live names like its saved ones."""
+        return to_saved_peft_name(fqn) if saved else to_live_peft_name(fqn) if fqn.startswith(_PEFT) else fqn
+
+    def rename_parameter(path: Path) -> Path:
+        """Return the canonical path of an entry, with the parameter in it renamed."""
+        at = 1 if path[0] == "model" and len(path) == 2 else 2 if path[:2] == ("optim", "state") else len(path)
+        return (*path[:at], rename(str(path[at])), *path[at + 1 :]) if at < len(path) else path
+
+    tensors = {(p := rename_parameter(t.path)): t if p == t.path else replace(t, path=p) for t in ckpt.tensors.values()}
     if len(tensors) != len(ckpt.tensors):
         return replace(
             ckpt, notes=[*ckpt.notes, _SEVERAL_ADAPTERS] if _SEVERAL_ADAPTERS not in ckpt.notes else ckpt.notes
@@ -458,9 +471,9 @@ def with_saved_peft_names(ckpt: Checkpoint) -> Checkpoint:
         return ckpt
     values = {}
     for v in ckpt.values.values():
-        path, data = _to_saved_peft_path(v.path), v.data
+        path, data = rename_parameter(v.path), v.data
         if path[:2] == ("optim", "param_groups") and path[3:] == ("params",) and isinstance(data, list):
-            data = [to_saved_peft_name(n) if isinstance(n, str) else n for n in data]
+            data = [rename(n) if isinstance(n, str) else n for n in data]
         values[joined(path)] = Value(path, data)
     return replace(ckpt, tensors={joined(p): t for p, t in tensors.items()}, values=values)
 
@@ -480,17 +493,6 @@ def with_optimizer_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
             data = [prefix + n for n in data]
         out.values[joined(path)] = Value(path, data)
     return out
-
-
-def _to_saved_peft_path(path: Path) -> Path:
-    """Return the canonical path of an entry with the parameter in it named as PEFT saves it."""
-    if path[0] == "model" and len(path) == 2:
-        return ("model", to_saved_peft_name(str(path[1])))
-    return (
-        ("optim", "state", to_saved_peft_name(str(path[2])), *path[3:])
-        if path[:2] == ("optim", "state") and len(path) > 2
-        else path
-    )
 
 
 def _list_parameter_orders(

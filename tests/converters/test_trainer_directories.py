@@ -954,3 +954,19 @@ def test_rng_states_that_a_trainer_does_not_load_are_not_called_missing(to: str,
     }
     assert "the source has no RNG state" in said["none"]
     assert "RNG states are not those that this trainer loads (rng.shard_0.0_0.cpu)" in said["megatron"], said
+
+
+@pytest.mark.parametrize("to", ["lightning", "verl", "xtuner", "llamafactory", "trainer", "accelerate"])
+def test_an_adapter_has_the_names_by_which_the_trainer_finds_it(to: str, tmp_path: Path) -> None:
+    """Accelerate and Trainer save what PEFT gives them, and the others the state dict of the live module."""
+    source = folder("trainer_fsdp2_sharded_lora")
+    with ckpttool.open(source) as opened:
+        saved = {n for n in opened.checkpoint.tensors if "lora_" in n}
+    done = ckpttool.convert(source, tmp_path / "out", to=to, world_size=2, drop=True)
+    with ckpttool.open(tmp_path / "out") as opened:
+        found = {n for n in opened.checkpoint.tensors if "lora_" in n}
+    live = {re.sub(r"(lora_[AB])\.", r"\1.default.", n) for n in saved}
+    assert done.verified and found == (saved if to in ("trainer", "accelerate") else live) and saved != live
+    back = ckpttool.convert(tmp_path / "out", tmp_path / "back", to="trainer", world_size=2, drop=True)
+    with ckpttool.open(tmp_path / "back") as opened:
+        assert back.verified and {n for n in opened.checkpoint.tensors if "lora_" in n} == saved
