@@ -959,14 +959,19 @@ def test_rng_states_that_a_trainer_does_not_load_are_not_called_missing(to: str,
 @pytest.mark.parametrize("to", ["lightning", "verl", "xtuner", "llamafactory", "trainer", "accelerate"])
 def test_an_adapter_has_the_names_by_which_the_trainer_finds_it(to: str, tmp_path: Path) -> None:
     """Accelerate and Trainer save what PEFT gives them, and the others the state dict of the live module."""
-    source = folder("trainer_fsdp2_sharded_lora")
-    with ckpttool.open(source) as opened:
-        saved = {n for n in opened.checkpoint.tensors if "lora_" in n}
-    done = ckpttool.convert(source, tmp_path / "out", to=to, world_size=2, drop=True)
-    with ckpttool.open(tmp_path / "out") as opened:
-        found = {n for n in opened.checkpoint.tensors if "lora_" in n}
-    live = {re.sub(r"(lora_[AB])\.", r"\1.default.", n) for n in saved}
-    assert done.verified and found == (saved if to in ("trainer", "accelerate") else live) and saved != live
-    back = ckpttool.convert(tmp_path / "out", tmp_path / "back", to="trainer", world_size=2, drop=True)
-    with ckpttool.open(tmp_path / "back") as opened:
-        assert back.verified and {n for n in opened.checkpoint.tensors if "lora_" in n} == saved
+    live = [f"base_model.model.{m}.lora_{x}.default.weight" for m in "qk" for x in "AB"]
+    state = {n: {"exp_avg": torch.ones(4, 2), "exp_avg_sq": torch.ones(4, 2), "step": torch.tensor(3.0)} for n in live}
+    optim = {"state": state, "param_groups": [{"lr": 0.1, "params": live}]}
+    torch.save({"model": {n: torch.ones(4, 2) for n in live}, "optim": optim}, tmp_path / "in.pt")
+    saved = [n.replace(".default", "") for n in live]
+    source = tmp_path / "in.pt"
+    (tmp_path / "out").mkdir()
+    for folder_of in (to, "trainer", to):  # from the live names, and from those that Trainer saves
+        done = ckpttool.convert(
+            source, tmp_path / "out" / folder_of, to=folder_of, world_size=2, force=True, like=tmp_path / "in.pt"
+        )
+        assert done.verified and not done.dropped
+        source = tmp_path / "out" / folder_of
+        with ckpttool.open(source) as opened:
+            found = {n.removeprefix("model.") for n in opened.checkpoint.tensors if n.startswith("model.")}
+        assert found == set(saved if folder_of in ("trainer", "accelerate") else live)
