@@ -966,12 +966,12 @@ def test_an_adapter_has_the_names_by_which_the_trainer_finds_it(to: str, tmp_pat
     saved = [n.replace(".default", "") for n in live]
     source = tmp_path / "in.pt"
     (tmp_path / "out").mkdir()
-    for folder_of in (to, "trainer", to):  # from the live names, and from those that Trainer saves
+    for number, folder_of in enumerate((to, "trainer", to)):  # from the live names, and from those that Trainer saves
         done = ckpttool.convert(
-            source, tmp_path / "out" / folder_of, to=folder_of, world_size=2, force=True, like=tmp_path / "in.pt"
+            source, tmp_path / "out" / str(number), to=folder_of, world_size=2, like=tmp_path / "in.pt"
         )
         assert done.verified and not done.dropped
-        source = tmp_path / "out" / folder_of
+        source = tmp_path / "out" / str(number)
         with ckpttool.open(source) as opened:
             found = {n.removeprefix("model.") for n in opened.checkpoint.tensors if n.startswith("model.")}
         assert found == set(saved if folder_of in ("trainer", "accelerate") else live)
