@@ -230,7 +230,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         notes=notes,
         changed=dict.fromkeys(arrays, "numpy arrays became torch tensors"),
         recorded=True,
-        salvage=ckpt.salvage.states(wanted) if ckpt.salvage is not None else None,
+        salvage=ckpt.salvage.states(wanted, values) if ckpt.salvage is not None else None,
         values=digest_values_without_arrays(values),
     )
 

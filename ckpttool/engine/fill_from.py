@@ -50,6 +50,11 @@ def fill_missing_entries(opened: OpenCheckpoint, path: str, only: tuple[str, ...
         """Tell whether a component is to be filled in."""
         return only is None or component in only
 
+    def lost_as(name: str) -> list[str]:
+        """List the entries of `left.missing` that a name is, or is below."""
+        ends = [i for i, c in enumerate(name) if c == "."]
+        return [x for x in (*(name[:i] for i in ends), name) if x in left.missing]
+
     taken = {x: t for x, t in theirs.tensors.items() if x not in ckpt.tensors and wanted(t.component)}
     values = {
         x: v
@@ -57,24 +62,18 @@ def fill_missing_entries(opened: OpenCheckpoint, path: str, only: tuple[str, ...
         if x not in ckpt.values
         and x not in ckpt.tensors
         and wanted(v.component)
-        and (x in left.missing or v.component not in mine)
+        and (lost_as(x) or v.component not in mine)
     }
-    for x in (*taken, *values):
-        left.missing.pop(x, None)
+    for gone in {y for x in (*taken, *values) for y in lost_as(x)}:
+        del left.missing[gone]
     new = {t.component for t in taken.values()} - mine
-    for component in new:
-        left.missing.pop(component, None)
-    left.rebuilt |= dict.fromkeys(taken, how)
-    if values:
-        left.problems.append(
-            f"{len(values):,} values are {how}: {', '.join(list(values)[:8])}{', ...' if len(values) > 8 else ''}"
-        )
+    left.rebuilt |= dict.fromkeys([*taken, *values], how)
     origin = {q: p for q, p in theirs.origin.items() if q[0] in new}
     tensors = {x: replace(t, chunks=t.chunks.moved(n)) for x, t in taken.items()}
     notes = [x for x in ckpt.notes if not x.startswith(("salvaged: ", "rebuilt: "))]
     notes.append(
         f"{len(taken):,} tensors are {how}, of another step than the rest: they count as rebuilt, and no digests of "
-        "them are recorded"
+        "them are recorded" + (f"; so are {len(values):,} values, first {next(iter(values))}" if values else "")
     )
     if left.missing:
         notes.append(f'{len(left.missing):,} are in neither checkpoint, first "{next(iter(left.missing))}"')

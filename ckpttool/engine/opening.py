@@ -171,8 +171,11 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
                 f'{len(new)} tensors are not listed in {RECORD}, first "{new[0]}", so no digest of them was compared'
             )
         ckpt.recorded = {self.renamed.get(n, n): digest for n, (_, _, digest) in expected.items()}
-        if found.values is not None and ckpt.salvage is None:
-            ckpt.recorded_values = found.values_of(self.selection)
+        if found.values is not None:
+            damaged = lost.missing or lost.problems
+            ckpt.recorded_values = {
+                n: d for n, d in found.values_of(self.selection).items() if not damaged or n in stored.values
+            }
         self._check_recorded_values()
 
     def _check_recorded_values(self) -> None:
@@ -521,7 +524,7 @@ def open_checkpoint(
         # what it does not include
         if where == given or where.source.sibling_names:  # an archive holds nothing besides
             ckpt = _note_unread_files(ckpt, where, found)
-        ckpt = _add_notes_on_missing(ckpt, record, only is None or "rng" in only)
+        ckpt = _add_notes_on_missing(ckpt, record, only is None or "rng" in only, where.source.patched is not None)
         ckpt = replace(ckpt, notes=[*ckpt.notes, *unused])
         # the part that was asked for, as far as it can be read
         whole = None if only is None else ckpt
@@ -626,11 +629,13 @@ def _read_index(
     return salvage.drop_lost_tensors(ckpt, where.source.patched, damaged)
 
 
-def _add_notes_on_missing(ckpt: Checkpoint, record: Recorded | None, with_rng: bool) -> Checkpoint:
+def _add_notes_on_missing(ckpt: Checkpoint, record: Recorded | None, with_rng: bool, patched: bool) -> Checkpoint:
     """Return the index with notes on what it lacks: diverged replicas, what a conversion left out, and random states.
 
     Args:
         with_rng: whether to note ranks without random states.
+        patched: whether it is being salvaged. Ranks without random states are in `ckpt.salvage` then; otherwise a note
+            says that it is a salvaged copy, where it is one.
     """
     notes: list[str] = []
     if ckpt.others:
@@ -639,8 +644,18 @@ def _add_notes_on_missing(ckpt: Checkpoint, record: Recorded | None, with_rng: b
         notes += describe_dropped_replicas(ckpt)
     if record is not None and record.selection is not None:
         notes.append(f"{RECORD}: a part of a checkpoint was written here, {record.selection}. {NOT_RESUMED}")
+    left = Salvage.of_states(record.salvage) if record is not None and record.salvage else ckpt.salvage
+    if left is not None and not patched:
+        notes.append(
+            f"salvaged: this is a copy of what was left of a damaged checkpoint, {len(left.missing):,} entries of it "
+            f"are missing and {len(left.rebuilt):,} are rebuilt; `ckpttool verify` names them"
+        )
     if with_rng:
         notes += _note_missing_random_states(ckpt)
+        if patched and ckpt.salvage is not None:
+            for rank in find_ranks_without_rng_state(ckpt):
+                if not any(n.startswith(f"rng.{rank}.") for n in ckpt.salvage.missing):
+                    ckpt.salvage.missing[f"rng.{rank}"] = "no file has the random states of this rank"
     return replace(ckpt, notes=[*ckpt.notes, *notes])
 
 

@@ -219,8 +219,8 @@ def make_record(planned: Plan, wanted: Mapping[str, TensorEntry], digests: Mappi
             replace(ckpt, tensors={n: t for n, t in wanted.items() if n not in rebuilt}, values=held), digests
         ),
         **(
-            {"salvage": {"problems": ckpt.salvage.problems, "tensors": ckpt.salvage.states(wanted)}}
-            if ckpt.salvage and (ckpt.salvage.missing or rebuilt)
+            {"salvage": {"problems": ckpt.salvage.problems, "tensors": ckpt.salvage.states(wanted, held)}}
+            if ckpt.salvage and (ckpt.salvage.problems or ckpt.salvage.missing or rebuilt)
             else {}
         ),
         **(

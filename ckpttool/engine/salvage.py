@@ -411,11 +411,11 @@ def drop_lost_tensors(ckpt: Checkpoint, source: PatchedSource, found: Iterable[P
         how = next(iter(salvage.rebuilt.values()))
         ckpt.notes.append(f"rebuilt: {len(salvage.rebuilt):,} tensors: {how}; no digests of them are recorded")
     if salvage.missing:
-        first = next(iter(salvage.missing))
+        first, exact = next(iter(salvage.missing)), len(tensors.keys() - salvage.rebuilt.keys())
         ckpt.notes[:] = [n for n in ckpt.notes if not n.startswith("salvaged: ")]
         ckpt.notes.append(
-            f"salvaged: {len(tensors) - len(salvage.rebuilt):,} tensors are exact, {len(salvage.missing):,} are "
-            f'missing, first "{first}"; the "salvage" of ckpttool.json lists them'
+            f"salvaged: {exact:,} tensors are exact, {len(salvage.missing):,} entries are missing, first "
+            f'"{first}"; the "salvage" of ckpttool.json lists them'
         )
     sizes = [
         n if p is None else min(n, max(p.present, 0)) if not p.made else n

@@ -325,7 +325,7 @@ def summarise_salvage(opened: OpenCheckpoint) -> dict[str, Any] | None:
     record = opened.recorded()
     states = record.salvage if record is not None else {}
     if not states and opened.checkpoint.salvage is not None:
-        states = opened.checkpoint.salvage.states(opened.checkpoint.tensors)
+        states = opened.checkpoint.salvage.states(opened.checkpoint.tensors, opened.checkpoint.values)
     if not states:
         return None
     of: dict[str, dict[str, str]] = {"exact": {}, "rebuilt": {}, "missing": {}}
@@ -426,9 +426,9 @@ def compare_recorded_digests(opened: OpenCheckpoint, found: Mapping[str, str], o
     ckpt, record = opened.stored, opened.recorded()
     held = digest_values_without_arrays(ckpt.values)
     found = {n: found[opened.renamed.get(n, n)] for n in ckpt.tensors}
-    complete = ckpt.recorded.keys() >= found.keys()  # a trainer's directory has files without digests, too
-    if ckpt.recorded and (complete or record is None):
-        here = {n: d for n, d in found.items() if complete or not opened.folder or n in ckpt.recorded}
+    if ckpt.recorded:
+        rebuilt = ckpt.salvage.rebuilt if ckpt.salvage is not None else {}
+        here = {n: d for n, d in found.items() if n not in rebuilt}
         here |= {n: d for n, d in held.items() if n in ckpt.recorded_values}
         _refuse_unequal_digests(here, {**ckpt.recorded, **ckpt.recorded_values}, "the digests it carries itself")
     elif record is None:
@@ -443,17 +443,18 @@ def compare_recorded_digests(opened: OpenCheckpoint, found: Mapping[str, str], o
         return
     else:
         expected: dict[str, object] = {**record.expected(ckpt, opened.selection)}
-        if not expected and record.salvage:
-            return  # all of it was rebuilt
+        rebuilt_alone = not expected and bool(record.salvage)
         mine: dict[str, object] = {
             n: (ckpt.tensors[n].dtype, ckpt.tensors[n].shape, d)
             for n, d in found.items()
             if n not in record.added and not record.salvage.get(n, "").startswith("rebuilt")
         }
-        if record.values is not None and not record.salvage:
+        if record.values is not None:
             mine |= {n: d for n, d in held.items() if n not in expected}
             expected |= record.values_of(opened.selection)
         _refuse_unequal_digests(mine, expected, f"the digests in {RECORD}")
+        if rebuilt_alone:
+            return  # of its tensors nothing is recorded
     out.recorded = "equal"
 
 

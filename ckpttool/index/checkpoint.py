@@ -384,11 +384,11 @@ class Replica(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Salvage(ByFields):
-    """What is left of a damaged checkpoint. Every tensor of it that is neither missing nor rebuilt is exact.
+    """What is left of a damaged checkpoint. Every entry of it that is neither missing nor rebuilt is exact.
 
     `problems`  sentences about its files
-    `missing`   {tensor or value that was lost: why}, under the name that the reader of the layout gave it
-    `rebuilt`   {tensor that is not what was saved, but the best that is left of it, or from another checkpoint: how}
+    `missing`   {tensor, value or prefix of names ("optim") that was lost: why}, by canonical name
+    `rebuilt`   {entry that is not what was saved, but the best that is left of it, or from another checkpoint: how}
     """
 
     problems: list[str] = field(default_factory=list)
@@ -405,10 +405,11 @@ class Salvage(ByFields):
             of.setdefault(kind, {})[name] = why
         return cls([], of["missing"], of["rebuilt"])
 
-    def states(self, tensors: Iterable[str]) -> dict[str, str]:
+    def states(self, tensors: Iterable[str], values: Iterable[str] = ()) -> dict[str, str]:
         """Return {name: "exact", "rebuilt: how" or "missing: why"} for the tensors that were read, whose names are
-        `tensors`, and for all lost entries."""
-        out = {n: f"rebuilt: {self.rebuilt[n]}" if n in self.rebuilt else "exact" for n in tensors}
+        `tensors`, for those of the `values` that were rebuilt, and for all lost entries."""
+        names = [*tensors, *(n for n in values if n in self.rebuilt)]
+        out = {n: f"rebuilt: {self.rebuilt[n]}" if n in self.rebuilt else "exact" for n in names}
         return out | {n: f"missing: {why}" for n, why in self.missing.items()}
 
 

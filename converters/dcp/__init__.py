@@ -27,6 +27,7 @@ import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from ckpttool.errors import CkpttoolError, Corrupt, Unsupported
 from ckpttool.formats import safetensors_header, stored_tensors, torch_zip
@@ -45,7 +46,7 @@ from ckpttool.index.checkpoint import (
     same_value,
 )
 from ckpttool.index.composites import shape_of
-from ckpttool.index.names import canonical
+from ckpttool.index.names import ROLES, canonical
 from ckpttool.index.paths import is_number_text
 from ckpttool.index.records import Extent, Record, Records
 from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, find_by_trainer, known_orders, late
@@ -64,6 +65,12 @@ __all__ = ["LAYOUTS"]
 _VALUE_BYTES, _VALUE_HEAD = 256 << 20, 1 << 20
 _NAMED = 6  # names in a message
 _END = 1 << 10  # last bytes of an item
+
+
+class _LostLeaf(NamedTuple):
+    """What stands for a tensor or value that is lost, while names are found; `why` says in what it was lost."""
+
+    why: str
 
 
 def detect(where: Place) -> tuple[bool, str]:
@@ -106,7 +113,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         )
     leaves: Leaves = {}
     keys: dict[Path, str] = {}
-    lost: dict[str, str] = {}
+    lost: dict[Path, _LostLeaf] = {}
     records = Records()
     try:
         sizes = [source.size(f) for f in index.files]
@@ -128,7 +135,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
             of_subclass = read_subclass_object(source, index.files, sizes, entry, records) if path in short else None
         except LostBytes:  # only of a damaged checkpoint that is salvaged
             of = ", ".join(sorted({index.files[f] for f in entry.chunks.file}))
-            lost[joined(path)] = f"a part of it is in the lost bytes of {of}"
+            lost[path] = _LostLeaf(f"a part of it is in the lost bytes of {of}")
             continue
         _put_leaf(leaves, keys, path, key, of_subclass or entry)
     seen: dict[str, tuple[dict[Path, object], list[Record]]] = {}
@@ -139,7 +146,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         try:
             found, sums = _read_value(source, index, _look_up_path(index, key), file, offset, length, bool(transforms))
         except LostBytes:  # only of a damaged checkpoint that is salvaged
-            lost[joined(_look_up_path(index, key))] = f"it is in the lost bytes of {index.files[file]}"
+            lost[_look_up_path(index, key)] = _LostLeaf(f"it is in the lost bytes of {index.files[file]}")
             continue
         if key in seen:  # per-rank metadata: every rank stores its own
             if _is_same_value_of_ranks((found, sums), seen[key]):
@@ -159,7 +166,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     )
     out = checkpoint_of(named, "dcp", source.root, max(ranks.values(), default=0) + 1, index.files, source)
     out.records, out.ranks, out.spreads_tensors = records, ranks, True
-    out.salvage = Salvage(missing=lost) if lost else None
+    out.salvage = Salvage(missing=_name_lost_leaves(leaves, lost)) if lost else None
     if not options.salvage:
         out.tails, notes = _find_unlisted_bytes(source, index, sizes)
         out.notes = [*out.notes, *notes]
@@ -167,6 +174,27 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     record_other_copies([DifferentCopy("", b.file, a) for a, b in index.copies if ends_of[a] != ends_of[b]], out)
     _restore_milestone_counters(out)
     return out
+
+
+def _name_lost_leaves(leaves: Leaves, lost: dict[Path, _LostLeaf]) -> dict[str, str]:
+    """Return {canonical name: why} of what is lost, as it would be named if it were there.
+
+    Args:
+        leaves: {path in the tree: leaf} of what is left.
+        lost: {path in the tree: leaf} of what is not. Those that cannot be named keep these paths.
+    """
+    named: Leaves = {}
+    tree = {**leaves, **lost}
+    optim = {p for p in tree if ROLES.get(str(p[0])) == "optim"}
+    for part in (tree, {p: leaf for p, leaf in tree.items() if p not in optim}):
+        try:
+            named = canonical(part, shape_of).leaves
+            break
+        except CkpttoolError:  # an optimizer without the lists of its parameters, mostly
+            continue
+    names = {id(leaf): joined(p) for p, leaf in named.items()}
+    usual = {p: joined(("optim", *p[1:]) if p in optim else p) for p in lost}
+    return {names.get(id(leaf), usual[p]): leaf.why for p, leaf in lost.items()}
 
 
 def _find_unlisted_bytes(source: Source, index: Index, sizes: list[int]) -> tuple[dict[int, int], list[str]]:

@@ -706,9 +706,11 @@ def _merge_part_index(out: Checkpoint, found: Checkpoint, part: DirectoryPart) -
     if found.salvage is not None:
         out.salvage = out.salvage or Salvage()
         out.salvage.problems += found.salvage.problems
-        out.salvage.missing |= {f"{part.name}: {n}": why for n, why in found.salvage.missing.items()}
+        for n, why in found.salvage.missing.items():
+            component, *inside = n.split(".", 1)
+            out.salvage.missing[joined((component, *part.under, *inside))] = why
         for n, how in found.salvage.rebuilt.items():
-            path = found.tensors[n].path
+            path = (found.tensors.get(n) or found.values[n]).path
             out.salvage.rebuilt[joined((path[0], *part.under, *path[1:]))] = how
     out.origin |= found.origin
     if found.world_size is not None:

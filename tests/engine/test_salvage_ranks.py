@@ -303,3 +303,62 @@ def test_the_last_shard_of_torchs_writer_is_missed_by_the_rows_of_the_vocabulary
     (tmp_path / "t" / "weights" / "config.json").unlink()  # then the moments show it
     found = doctor(tmp_path / "t")
     assert not found.sound and found.exact == 0 and found.layout is None and len(found.findings) == 1
+
+
+def test_values_that_are_lost_are_named_and_those_of_another_step_stay_rebuilt(tmp_path: Path) -> None:
+    """By the names that a reader of the copy gives them, so that --only and --fill-from find them, in every later copy."""
+    folder, whole = damaged("fsdp2_w2_groups", tmp_path / "d", "__1_0.distcp"), peers.FIXTURES / "fsdp2_w2_groups/ckpt"
+    with ckpttool.open(whole) as opened:
+        names = {*opened.checkpoint.tensors, *opened.checkpoint.values}
+    lost = set(ckpttool.doctor(folder).missing)
+    assert lost < names and {"trainer.step", "scheduler.last_epoch", "optim.param_groups.1.params"} <= lost
+    ckpttool.convert(folder, tmp_path / "a", to="dcp", world_size=2, salvage=True, fill_from=whole)
+    ckpttool.convert(tmp_path / "a", tmp_path / "b.pt", to="full")
+    for copy in (tmp_path / "a", tmp_path / "b.pt"):
+        told = ckpttool.verify(copy, read_data=True)
+        assert told.recorded == "equal" and told.salvage is not None
+        assert told.salvage["rebuilt"].keys() == lost and not told.salvage["missing"]
+        assert any(n.startswith("salvaged: ") for n in ckpttool.inspect(copy).notes)
+    assert digests(tmp_path / "a") == truth("fsdp2_w2_groups")
+
+
+def test_a_directory_names_the_values_that_a_part_lost_and_its_copy_is_compared_with_what_was_written(
+    tmp_path: Path,
+) -> None:
+    source = next((peers.FIXTURES / "trainers" / "trainer_fsdp2_sharded" / "ckpt").glob("checkpoint-*"))
+    shutil.copytree(source, tmp_path / "c")
+    (tmp_path / "c" / "optimizer_0" / "__1_0.distcp").unlink()
+    for only, to in ((["optim"], "dcp"), (None, "trainer")):
+        ckpttool.convert(tmp_path / "c", tmp_path / "o", to=to, salvage=True, only=only, force=True)
+        told = ckpttool.verify(tmp_path / "o", read_data=True)
+        assert told.salvage is not None and "optim.param_groups.0.lr" in told.salvage["missing"]
+    state = tmp_path / "o" / "trainer_state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"max_steps": 77}))
+    with pytest.raises(ckpttool.CkpttoolError, match=r"trainer\.max_steps"):
+        ckpttool.verify(tmp_path / "o", read_data=True)
+
+
+def test_what_only_the_lost_rank_had_is_missing_beside_what_others_have(tmp_path: Path) -> None:
+    """FSDP1 with replicas: all tensors are exact, but for the random states of the rank."""
+    folder = damaged("fsdp1_w4_hsdp_mesh", tmp_path / "d", "*_rank_0.pt")
+    for rank in (1, 2, 3):
+        torch.save({"rng": {"cpu": torch.get_rng_state()}}, folder / f"extra_state_world_size_4_rank_{rank}.pt")
+    ckpttool.convert(folder, tmp_path / "o", to="dcp", world_size=4, salvage=True)
+    told = ckpttool.verify(tmp_path / "o").salvage
+    assert told is not None and list(told["missing"]) == ["rng.0"] and not told["rebuilt"]
+    record = json.loads((tmp_path / "o" / "ckpttool.json").read_text())["salvage"]
+    assert any("model_world_size_4_rank_0.pt is missing" in text for text in record["problems"])
+
+
+def test_what_was_in_a_lost_common_pt_is_missing(tmp_path: Path) -> None:
+    whole = peers.FIXTURES / "megatron" / "stacked_pp2_bf16" / "ckpt" / "iter_0000003"
+    shutil.copytree(whole, tmp_path / "iter_0000003")
+    (tmp_path / "iter_0000003" / "common.pt").unlink()
+    lost = {"optim.param_groups", "scheduler", "trainer", "extra.args"}
+    assert ckpttool.doctor(tmp_path / "iter_0000003").missing.keys() == lost
+    ckpttool.convert(tmp_path / "iter_0000003", tmp_path / "o", to="dcp", salvage=True)
+    told = ckpttool.verify(tmp_path / "o").salvage
+    assert told is not None and told["missing"].keys() == lost
+    ckpttool.convert(tmp_path / "iter_0000003", tmp_path / "f", to="dcp", salvage=True, fill_from=whole)
+    told = ckpttool.verify(tmp_path / "f", read_data=True).salvage
+    assert told is not None and not told["missing"] and "optim.param_groups.0.lr" in told["rebuilt"]

@@ -160,7 +160,7 @@ def _run_checks_on(opened: OpenCheckpoint, out: Diagnosis, request: Request) -> 
     out.layout, out.exact, out.exact_bytes = ckpt.layout, len(ckpt.tensors), ckpt.nbytes
     if opened.source.patched is None and (before := summarise_salvage(opened)) is not None:
         out.missing, out.rebuilt = before["missing"], before["rebuilt"]
-        out.exact -= len(out.rebuilt)
+        out.exact = before["exact"]
         text = (
             f"this is a salvaged copy: {before['exact']:,} of its tensors are exact, {len(out.rebuilt):,} were "
             f"rebuilt, {len(out.missing):,} are missing"
@@ -252,7 +252,7 @@ def _examine_salvageable_part(
     if why:
         out.findings.append(Finding(LOST, DAMAGE, None, (), f"all but the weights: {why[0]}"))
     out.missing, out.rebuilt = left.missing, left.rebuilt
-    out.exact = len(opened.checkpoint.tensors) - len(left.rebuilt)
+    out.exact = len(opened.checkpoint.tensors.keys() - left.rebuilt.keys())
     for text in left.problems:
         if all(f.text != text for f in out.findings):
             out.findings.append(Finding(MISSING, DAMAGE, text.partition(" ")[0], (), text))
