@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..errors import Corrupt
+from .paths import joined
+
 if TYPE_CHECKING:
     from .checkpoint import Path
 
@@ -54,24 +57,28 @@ def convert_composer_tree(leaves: Mapping[Path, object]) -> dict[Path, object] |
     {"state": {"model", "optimizers": {class: state}, "schedulers": {class: state}, "timestamp", "callbacks", ...},
     "rng": [...]}
 
+    Of several optimizers or schedulers, each keeps the name of its class.
+
+    Raises:
+        Corrupt: two leaves have the same usual path.
+
     Source: State.state_dict in composer/core/state.py, utils/checkpoint.py of 0.32.1.
     """
     inner = {p[1] for p in leaves if p[0] == "state" and len(p) > 2}
     if not {"model", "timestamp"} <= inner or not {p[0] for p in leaves} <= {"state", "rng"}:
         return None
-    several = {
-        k
-        for k in ("optimizers", "schedulers")
-        if len({p[2] for p in leaves if p[:2] == ("state", k) and len(p) > 3}) > 1
-    }
+    usual: dict[object, str] = {"optimizers": "optim", "schedulers": "scheduler"}
+    several = {k for k in usual if len({p[2] for p in leaves if p[:2] == ("state", k) and len(p) > 3}) > 1}
     out: dict[Path, object] = {}
     for p, leaf in leaves.items():
-        if p[:2] in (("state", "optimizers"), ("state", "schedulers")) and len(p) > 3 and p[1] not in several:
-            out["optim" if p[1] == "optimizers" else "scheduler", *p[3:]] = leaf
-        elif p[0] == "state":
-            out[("trainer", *p[1:]) if p[1] == "timestamp" else p[1:]] = leaf
-        else:
-            out[p] = leaf
+        path = p if p[0] != "state" else ("trainer", *p[1:]) if p[1] == "timestamp" else p[1:]
+        if p[0] == "state" and p[1] in usual and len(p) > 3:
+            path = (usual[p[1]], *p[2 if p[1] in several else 3 :])
+        if path in out:
+            raise Corrupt(
+                f"the state has {joined(p)!r} and another entry that means {joined(path)!r} too.", code="CKPT0416"
+            )
+        out[path] = leaf
     return out
 
 

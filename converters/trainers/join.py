@@ -24,6 +24,7 @@ from ckpttool.index.draft import Draft, DraftFile, Written
 from ckpttool.index.param_groups import list_numbered_parameters
 from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions
+from ckpttool.printable import list_first
 from ckpttool.storage.source import Source
 
 from .. import full
@@ -349,7 +350,7 @@ def collect_left_over_state(ckpt: Checkpoint, placed: set[Path]) -> tuple[list[S
     leaves |= {("tensors", str(i)): t for i, t in enumerate(tensors)}
     kept = sorted({str(p[0]) if p[0] != "extra" else joined(p[:2]) for p in rest})
     return [SmallFile(LEFT_OVER, leaves)], [
-        f"{LEFT_OVER} keeps what this trainer has no file for: {', '.join(kept[:8])}"
+        f"{LEFT_OVER} keeps what this trainer has no file for: {list_first(kept, 8)}"
     ]
 
 

@@ -99,15 +99,16 @@ def select_leaves_below(ckpt: Checkpoint, *head: str | int) -> dict[Path, object
 
 
 def find_only_scheduler(ckpt: Checkpoint) -> dict[Path, object]:
-    """Return {canonical path: leaf} of the scheduler; empty where there is none, or a list."""
+    """Return {canonical path: leaf} of the scheduler; empty where there is none, or several: a list, or a dict by
+    class."""
     found = select_leaves_below(ckpt, "scheduler")
-    return {} if any(str(p[1]).isdecimal() for p in found) else found
+    return {} if any(str(p[1]).isdecimal() for p in found) or all(len(p) > 2 for p in found) else found
 
 
 def explain_missing_scheduler(ckpt: Checkpoint) -> str:
     """Return why `find_only_scheduler` finds no scheduler, as a main clause."""
     several = bool(select_leaves_below(ckpt, "scheduler"))
-    return "the source has a list of schedulers" if several else "the source has no scheduler"
+    return "the source has several schedulers" if several else "the source has no scheduler"
 
 
 def _list_schedulers(ckpt: Checkpoint) -> list[tuple[set[Path], dict[Path, object]]]:

@@ -165,3 +165,21 @@ def test_composer_keeps_model_and_optimizers_under_state(as_file: bool, tmp_path
     with ckpttool.open(source) as opened:
         assert opened.checkpoint.trainer == "Composer"
     assert weights_in_hf(source, tmp_path / "hf", truth)
+
+
+def test_several_optimizers_and_schedulers_of_composer_are_said_to_be_several(tmp_path: Path) -> None:
+    weights, moments, _ = job()
+    two = {"LambdaLR": {"last_epoch": 3, "x": 0}, "StepLR": {"last_epoch": 4}}
+    state = {"model": weights, "optimizers": {"A": moments, "B": moments}, "schedulers": two, "timestamp": {"batch": 3}}
+    torch.save({"state": state, "rng": []}, tmp_path / "c.pt")
+    assert not any("no optimizer state" in text for text in ckpttool.inspect(tmp_path / "c.pt").missing)
+    with pytest.raises(ckpttool.CkpttoolError, match="several optimizers"):
+        ckpttool.convert(tmp_path / "c.pt", tmp_path / "t", to="trainer", world_size=1)
+    state["optimizers"] = {"A": moments}
+    state |= {f"user_{i}": i for i in range(9)}
+    torch.save({"state": state, "rng": []}, tmp_path / "c.pt")
+    notes = " ".join(ckpttool.convert(tmp_path / "c.pt", tmp_path / "t", to="trainer", world_size=1).notes)
+    assert "the source has several schedulers" in notes and "and 4 more" in notes
+    torch.save({"state": {**state, "scheduler": {"LambdaLR": {"x": 1}}}, "rng": []}, tmp_path / "c.pt")
+    with pytest.raises(ckpttool.CkpttoolError, match=r"scheduler\.LambdaLR\.x"):
+        ckpttool.inspect(tmp_path / "c.pt")
