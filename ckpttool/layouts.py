@@ -30,6 +30,7 @@ from .index.draft import Draft
 from .index.names import COMPONENTS, CanonicalState, restore_trainer_tree
 from .index.optimizer_names import Orders, SameTensor
 from .index.param_groups import Groups
+from .index.paths import keep_extra_state_trees
 from .options import option
 from .program import ForTrainer, Program, Saves, StateFile
 from .storage import urls
@@ -208,7 +209,10 @@ def tree_of(
     Returns:
         ({path of a leaf: leaf}, notes for the user).
     """
-    return (options.tree(leaves), []) if options.tree is not None else restore_trainer_tree(leaves, origin, same)
+    if options.tree is None:
+        return restore_trainer_tree(leaves, origin, same)
+    trees = keep_extra_state_trees(origin)
+    return options.tree({trees.get(p, p): leaf for p, leaf in leaves.items()}), []
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

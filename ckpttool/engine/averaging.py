@@ -44,6 +44,7 @@ from ..storage.overlay import ComputedSource
 from .computed_files import BoxReader, ComputedFiles, cast_array, choose_page_size
 from .copy.fill import silent
 from .copy.tensor_digests import tensor_digests
+from .copy.value_digests import value_digests
 from .opening import (
     CheckpointPath,
     MergedCheckpoint,
@@ -465,6 +466,11 @@ def _describe_average(
         notes.append(
             f"{count_noun(len(kept), 'tensor')} of integers or booleans are those of {averaged[-1].facts['name']}{more}"
         )
+    values = [value_digests(one.opened.checkpoint.only(["model"]).values) for one in (averaged[-1], *inputs)]
+    if named := dict.fromkeys(n for found in values for n in found):
+        differ = [n.removeprefix("model.") for n in named if len({found.get(n) for found in values}) > 1]
+        more = f"; {list_first(differ, 4)} differ" if differ else ""
+        notes.append(f"{count_noun(len(named), 'value')} of the model are those of {averaged[-1].facts['name']}{more}")
     statistics = [n for n in averaged[-1].tensors if n.rpartition(".")[2] in ("running_mean", "running_var")]
     if statistics:
         notes.append(

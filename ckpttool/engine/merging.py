@@ -30,6 +30,7 @@ from ..extras import require_packages
 from ..huggingface import adapters, encodings, hub_names, lora, lora_changes, model_files
 from ..index.checkpoint import FLOATING, ITEMSIZE, Chunks, TensorEntry, tied_weights
 from ..index.draft import Dropped
+from ..index.paths import keep_extra_state_trees
 from ..printable import count_noun
 from ..storage.overlay import ComputedSource
 from .computed_files import ComputedFiles
@@ -165,7 +166,7 @@ def _merge_states(
         sizes=files.sizes,
         tensors=tensors,
         values={n: v for n, v in old.values.items() if v.path[0] == "model"},
-        origin={},
+        origin=keep_extra_state_trees(old.origin),
         trainer=None,
         recorded={},
         notes=[*old.notes, *plan.notes],

@@ -42,7 +42,7 @@ from ..index.param_groups import (
     list_names_by_group,
     regroup_optimizer,
 )
-from ..index.paths import is_optimizer_state
+from ..index.paths import is_optimizer_state, keep_extra_state_trees
 from ..index.schedulers import complete_scheduler_state, describe_deepspeed_scheduler
 from ..index.vocabulary import find_vocabulary_weights
 from ..options import (
@@ -472,7 +472,8 @@ def _check_keys(ckpt: Checkpoint, draft: Draft, target: layouts.Layout, asked: M
             "Choose others.",
             code="CKPT0203",
         )
-    theirs = target.own_keys and any(p[0] in ("model", "optim") for p in ckpt.origin)
+    own = ckpt.origin.items() - keep_extra_state_trees(ckpt.origin).items()
+    theirs = target.own_keys and any(p[0] in ("model", "optim") for p, _ in own)
     if theirs and readable and not asked:
         draft.notes.append(
             f"model and optimizer keep the keys of the source; {argument('canonical_keys', True)} writes model and "
@@ -597,7 +598,7 @@ def _change_state(
         ckpt, source = changed, computed
     # its keys, then its names
     if writing.canonical_keys:
-        plain_keys = replace(ckpt, origin={})
+        plain_keys = replace(ckpt, origin=keep_extra_state_trees(ckpt.origin))
         ckpt = complete_scheduler_state(plain_keys)
         account.add_step("with all that LambdaLR saves", plain_keys, ckpt)
     elif writing.strip_wrappers:

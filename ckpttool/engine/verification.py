@@ -430,6 +430,12 @@ def compare_recorded_digests(opened: OpenCheckpoint, found: Mapping[str, str], o
         rebuilt = ckpt.salvage.rebuilt if ckpt.salvage is not None else {}
         here = {n: d for n, d in found.items() if n not in rebuilt}
         here |= {n: d for n, d in held.items() if n in ckpt.recorded_values}
+        if opened.folder and (beside := here.keys() - ckpt.recorded.keys() - ckpt.recorded_values.keys()):
+            here = {n: d for n, d in here.items() if n not in beside}
+            out.notes.append(
+                f"{count_noun(len(beside), 'tensor')} in files that carry no digests of their own, first "
+                f"{min(beside)}, were not compared, since there is no {RECORD}"
+            )
         _refuse_unequal_digests(here, {**ckpt.recorded, **ckpt.recorded_values}, "the digests it carries itself")
     elif record is None:
         return

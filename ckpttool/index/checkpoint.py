@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 from ..by_fields import ByFields
 from ..errors import Corrupt, UsageError
 from ..printable import count_noun
-from .paths import HasPath, Number, Path, joined
+from .paths import HasPath, Number, Path, joined, keep_extra_state_trees
 from .records import Extent, Records
 from .trainer_trees import fuses_parameters
 
@@ -541,7 +541,8 @@ class Checkpoint(ByFields):
         """Return a copy of the checkpoint without the facts that hold for the source's own files only: the recorded
         digests of tensors, the weights that the model computes with (`rounded`), the keys and the parameter numbers
         of the source (`origin`), and its trainer."""
-        return replace(self, origin={}, trainer=None, recorded={}, recorded_values={}, rounded={})
+        kept = keep_extra_state_trees(self.origin)
+        return replace(self, origin=kept, trainer=None, recorded={}, recorded_values={}, rounded={})
 
     def part(self, holds: Callable[[str], bool]) -> Checkpoint:
         """Return a copy of the checkpoint with those entries only for whose canonical name `holds` returns True."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ..errors import Corrupt, Unsupported, UsageError, argument
 from .checkpoint import Checkpoint, Path, TensorEntry, Value, joined
-from .paths import is_optimizer_state
+from .paths import EXTRA_STATE, is_optimizer_state, split_extra_state
 
 __all__ = [
     "EXTRA_STATE",
@@ -33,29 +33,10 @@ __all__ = [
 WRAPPERS = frozenset(("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"))
 
 
-#: The last part of the key under which `Module.state_dict()` has what `get_extra_state()` returns
-#: (torch/nn/modules/module.py).
-EXTRA_STATE = "_extra_state"
-
-
 def mask_name_numbers(name: str) -> str:
     """Return a name with "#" in place of each part that is a number, so that the same parameter of every layer has
     one name: "layers.#.mlp.weight"."""
     return re.sub(r"(?<![^.\[])\d+(?![^.\]])", "#", name)
-
-
-def split_extra_state(name: str) -> tuple[str, str] | None:
-    """Split the name of a model entry into (FQN of a module's extra state, rest of the name, "" if there is none); None
-    for an entry that is no extra state.
-
-    >>> split_extra_state("layers.0._extra_state.amax.0")
-    ('layers.0._extra_state', 'amax.0')
-    """
-    parts = name.split(".")
-    if EXTRA_STATE not in parts:
-        return None
-    cut = parts.index(EXTRA_STATE) + 1
-    return ".".join(parts[:cut]), ".".join(parts[cut:])
 
 
 def strip_wrapper_modules(name: str) -> str:

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from ..errors import CkpttoolError, Corrupt, Unsupported, UsageError, argument
 from .checkpoint import Checkpoint, Leaves, Number, Path, joined, same_bytes
 from .composites import shape_of
-from .fqns import EXTRA_STATE, split_extra_state, strip_wrappers
+from .fqns import split_extra_state, strip_wrappers
 from .optimizer_names import (
     FLAT_GROUPS,
     FLAT_STATE,
@@ -45,6 +45,7 @@ from .optimizer_names import (
     UnnamedOptimizer,
     name_optimizer_leaves,
 )
+from .paths import keep_extra_state_trees
 from .trainer_trees import convert_composer_tree, identify_trainer
 from .trees import nest
 
@@ -566,12 +567,7 @@ def with_canonical_keys(named: CanonicalState) -> CanonicalState:
     What `get_extra_state()` of a module gave stays one tree under its FQN, which is how `load_state_dict` wants it.
     """
     origin = {q: p for q, p in named.origin.items() if q[0] not in ("model", "optim")}
-    for q, p in named.origin.items():
-        split = split_extra_state(joined(q[1:])) if q[0] == "model" else None
-        below = next((i for i, key in enumerate(p, 1) if str(key).rpartition(".")[2] == EXTRA_STATE), len(p))
-        if split is not None and p[below:]:
-            origin[q] = ("model", split[0], *p[below:])
-    return named._replace(origin=origin)
+    return named._replace(origin=origin | keep_extra_state_trees(named.origin))
 
 
 def with_component_keys(ckpt: Checkpoint, keys: Mapping[str, str]) -> Checkpoint:

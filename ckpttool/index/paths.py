@@ -7,9 +7,11 @@ three times, since CPython has a short form for tuples alone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 __all__ = [
+    "EXTRA_STATE",
     "WRAPPED_SLOTS",
     "HasPath",
     "Number",
@@ -18,10 +20,16 @@ __all__ = [
     "is_optimizer_state",
     "is_param_group",
     "joined",
+    "keep_extra_state_trees",
+    "split_extra_state",
 ]
 
 #: str elements are keys of dicts, int elements are positions in lists.
 Path = tuple[str | int, ...]
+
+#: The last part of the key under which `Module.state_dict()` has what `get_extra_state()` returns
+#: (torch/nn/modules/module.py).
+EXTRA_STATE = "_extra_state"
 
 #: The key under which bitsandbytes keeps the slots of a parameter since 0.49, so that FSDP does not shard them.
 WRAPPED_SLOTS = "__bnb_optimizer_quant_state__"
@@ -111,3 +119,29 @@ class HasPath:
         """Return the name of the param group's option that the entry holds ("lr", "params"); None unless its path is
         optim.param_groups.<i>.<key>."""
         return joined(self.path[3:]) if self.is_param_group and len(self.path) > 3 else None
+
+
+def split_extra_state(name: str) -> tuple[str, str] | None:
+    """Split the name of a model entry into (FQN of a module's extra state, rest of the name, "" if there is none); None
+    for an entry that is no extra state.
+
+    >>> split_extra_state("layers.0._extra_state.amax.0")
+    ('layers.0._extra_state', 'amax.0')
+    """
+    parts = name.split(".")
+    if EXTRA_STATE not in parts:
+        return None
+    cut = parts.index(EXTRA_STATE) + 1
+    return ".".join(parts[:cut]), ".".join(parts[cut:])
+
+
+def keep_extra_state_trees(origin: Mapping[Path, Path]) -> dict[Path, Path]:
+    """Return the part of an `origin` (`Checkpoint`), without keys of the trainer's own, by which what
+    `get_extra_state()` of a module gave stays one tree under its FQN: `load_state_dict` asks for that."""
+    out: dict[Path, Path] = {}
+    for q, p in origin.items():
+        split = split_extra_state(joined(q[1:])) if q[0] == "model" else None
+        below = next((i for i, key in enumerate(p, 1) if str(key).rpartition(".")[2] == EXTRA_STATE), len(p))
+        if split is not None and p[below:]:
+            out[q] = ("model", split[0], *p[below:])
+    return out

@@ -24,6 +24,7 @@ from typing import Any
 
 from ckpttool import bounded_json, layouts
 from ckpttool.by_fields import ByFields
+from ckpttool.engine.recorded import RECORD
 from ckpttool.errors import Corrupt, IncompleteWeights, MissingPackage, Unsafe, Unsupported, UsageError, argument
 from ckpttool.formats import stored_tensors, torch_zip
 from ckpttool.formats.pickles import short
@@ -52,6 +53,7 @@ from ckpttool.index.names import (
 )
 from ckpttool.index.optimizer_names import iterate_possible_orders
 from ckpttool.index.param_groups import list_numbered_parameters
+from ckpttool.index.paths import keep_extra_state_trees
 from ckpttool.index.schedulers import complete_scheduler_state
 from ckpttool.layouts import Place, ReadOptions, WriteOptions
 from ckpttool.program import Advice, Program, Saves
@@ -254,7 +256,9 @@ def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
     out.world_size = max(dialect.world_size(source) or 0, out.world_size or 0) or None
     out.notes += dialect.notes(source)
     if not dialect.own_keys:
-        out.numbered, out.origin = list_numbered_parameters(out.origin), {}
+        out.numbered, out.origin = list_numbered_parameters(out.origin), keep_extra_state_trees(out.origin)
+    if RECORD in source.list():  # of all files and values; the digests in a .pt file are of its tensors alone
+        out.recorded = {}
     return out
 
 

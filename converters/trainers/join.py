@@ -22,6 +22,7 @@ from ckpttool.index.checkpoint import Checkpoint, Chunks, Number, Path, TensorEn
 from ckpttool.index.composites import Composite, collapse_composites
 from ckpttool.index.draft import Draft, DraftFile, Written
 from ckpttool.index.param_groups import list_numbered_parameters
+from ckpttool.index.paths import keep_extra_state_trees
 from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions
 from ckpttool.printable import list_first
@@ -108,7 +109,7 @@ def draft_model_and_optimizer(
         part = ckpt.only([component])
         if not part.tensors and not part.values:
             continue
-        part = replace(part, origin={}, ranks={}, notes=[])
+        part = replace(part, origin=keep_extra_state_trees(part.origin), ranks={}, notes=[])
         write = write_dcp if sharded else full.write
         tree = partial(make_component_tree, (key,) if sharded and not at_root else (), numbers)
         folder, _, file = (f"{name}/" if sharded else name).rpartition("/")

@@ -18,6 +18,7 @@ from ckpttool.index.checkpoint import Checkpoint, Leaves, Path, TensorEntry, Val
 from ckpttool.index.composites import shape_of
 from ckpttool.index.draft import Draft, Dropped, turn_positions_into_keys
 from ckpttool.index.names import canonical, describe_weights_elsewhere, original_path, step_count
+from ckpttool.index.paths import keep_extra_state_trees
 from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
@@ -787,7 +788,10 @@ def write_torchtune(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     parts = [
         (part, replace(options, target=name, own=None, tree=tree))
         for part, name in (
-            (replace(ckpt.only(["model"]), origin={}, notes=[]), "model-00001-of-00001.bin"),
+            (
+                replace(ckpt.only(["model"]), origin=keep_extra_state_trees(ckpt.origin), notes=[]),
+                "model-00001-of-00001.bin",
+            ),
             (state, "recipe_state.pt"),
         )
     ]

@@ -975,3 +975,22 @@ def test_an_adapter_has_the_names_by_which_the_trainer_finds_it(to: str, tmp_pat
         with ckpttool.open(source) as opened:
             found = {n.removeprefix("model.") for n in opened.checkpoint.tensors if n.startswith("model.")}
         assert found == set(saved if folder_of in ("trainer", "accelerate") else live)
+def test_a_written_directory_is_compared_with_the_record_beside_its_files(tmp_path: Path) -> None:
+    """Its .pt files carry digests of the tensors in them alone; random states and counters are in others."""
+    job = torch.nn.Linear(2, 2)
+    adam = torch.optim.AdamW(job.parameters())
+    job(torch.ones(1, 2)).sum().backward()
+    adam.step()
+    state = {"model": job.state_dict(), "optim": adam.state_dict(), "rng": {"torch": torch.arange(4)}, "step": 1}
+    torch.save(state, tmp_path / "s.pt")
+    ckpttool.convert(tmp_path / "s.pt", tmp_path / "t", to="trainer", world_size=1)
+    assert ckpttool.verify(tmp_path / "t", read_data=True).recorded == "equal"
+    counters = tmp_path / "t" / "trainer_state.json"
+    whole = counters.read_text()
+    counters.write_text(json.dumps(json.loads(whole) | {"global_step": 9}))
+    with pytest.raises(ckpttool.CkpttoolError, match=r"trainer\.global_step|trainer\.step"):
+        ckpttool.verify(tmp_path / "t", read_data=True)
+    counters.write_text(whole)
+    (tmp_path / "t" / "ckpttool.json").unlink()
+    told = ckpttool.verify(tmp_path / "t", read_data=True)
+    assert told.recorded == "equal" and any("were not compared" in note for note in told.notes)

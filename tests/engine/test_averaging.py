@@ -340,3 +340,37 @@ def test_the_command_prints_what_it_computes(three: tuple[list[Path], Any], tmp_
         ((*three[0][:1], tmp_path / "none", tmp_path / "x"), 3),
     ):
         assert ckpttool_here("average", *words).returncode == code, words
+
+
+class Scaled(nn.Linear):
+    """Keeps a scale in the state dict, as modules for fp8 do."""
+
+    scale: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.scale
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scale = state
+
+
+def test_extra_states_are_those_of_the_last_and_load_from_every_file(tmp_path: Path) -> None:
+    """`load_state_dict` asks for one entry of each module, also in files whose keys are not the source's."""
+    for name, amax in (("a", 1.0), ("b", 2.0)):
+        model = nn.Sequential(Scaled(2, 2))
+        model[0].scale = {"amax": amax, "history": [1, 2]}
+        adam = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 2)).sum().backward()
+        adam.step()
+        torch.save({"model": model.state_dict(), "optim": adam.state_dict()}, tmp_path / f"{name}.pt")
+    done = ckpttool.average([tmp_path / "a.pt", tmp_path / "b.pt"], tmp_path / "mean.pt", to="full")
+    assert any("2 values of the model are those of b.pt; 0._extra_state.amax differ" in note for note in done.notes)
+    assert not any("keep the keys of the source" in note for note in done.notes)
+    ckpttool.convert(tmp_path / "b.pt", tmp_path / "own.pt", to="full", canonical_keys=True)
+    ckpttool.convert(tmp_path / "b.pt", tmp_path / "t", to="trainer", world_size=1)
+    ckpttool.convert(tmp_path / "t", tmp_path / "back.pt", to="full")
+    for file in ("mean.pt", "own.pt", "t/pytorch_model.bin", "back.pt"):
+        tree = torch.load(tmp_path / file, weights_only=True)
+        model = nn.Sequential(Scaled(2, 2))
+        model.load_state_dict(tree.get("model", tree))
+        assert model[0].scale == {"amax": 2.0, "history": [1, 2]}, file
