@@ -27,7 +27,7 @@ from ckpttool.errors import Corrupt, Unsafe, Unsupported, UsageError, argument
 from ckpttool.extras import require_packages
 from ckpttool.formats import values
 from ckpttool.huggingface import model_files
-from ckpttool.index.checkpoint import Checkpoint, Chunks, TensorEntry, joined
+from ckpttool.index.checkpoint import Checkpoint, Chunks, Salvage, TensorEntry, joined
 from ckpttool.index.draft import Draft, DraftFile, EarlierFile, Sink
 from ckpttool.index.names import find_misplaced_path, is_trainer_tree_readable, refuse_surrogates, step_count
 from ckpttool.index.selection import NOT_RESUMED, EntrySelection, find_unmatched_patterns
@@ -111,6 +111,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     origin = parsed.get("source") or {}
     out.world_size, out.trainer = origin.get("world_size"), origin.get("trainer")
     out.derived = {"delta": parsed["delta"]} if "delta" in parsed else None
+    out.salvage = Salvage.of_states(parsed["salvage"]) if "salvage" in parsed else None
     for name, kept in (parsed.get("tied") or {}).items():
         a, b = tensors.get(name), tensors.get(kept)
         if a and b and (a.dtype, a.shape, found.digests[name]) == (b.dtype, b.shape, found.digests[kept]):

@@ -64,6 +64,9 @@ def collect_provenance(
     out["git_commit"] = how.git_commit
     if ckpt.derived and "delta" in ckpt.derived:
         out["delta"] = ckpt.derived["delta"]
+    if ckpt.salvage is not None:
+        states = ckpt.salvage.states(ckpt.tensors, ckpt.values)
+        out["salvage"] = {n: state for n, state in states.items() if state != "exact"}
     if how.reproducible:
         return out
     sizes = source.identities()
@@ -270,4 +273,5 @@ _KINDS: dict[str, _Check] = {
     "tied": _is_dict_of_texts,
     "config_files": _is_dict_of_files,
     "delta": _is_delta_record,
+    "salvage": lambda x: _is_dict_of_texts(x) and all(s.startswith(("rebuilt: ", "missing: ")) for s in x.values()),
 }

@@ -123,9 +123,11 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
         Raises:
             Corrupt: names, dtypes, shapes or values are not those of the record.
         """
-        ckpt, stored = self.checkpoint, self.stored
-        complete = ckpt.recorded.keys() >= ckpt.tensors.keys()  # a trainer's directory has files without digests, too
-        found = None if ckpt.recorded and complete and not ignore else self.recorded()
+        ckpt, found = self.checkpoint, None if self.checkpoint.recorded and not ignore else self.recorded()
+        stored, lost = self.stored, ckpt.salvage or Salvage()  # of this damaged checkpoint itself
+        if found is not None and found.salvage and found.about(ckpt):
+            before = Salvage.of_states(found.salvage)
+            ckpt.salvage = Salvage(lost.problems, before.missing | lost.missing, {**before.rebuilt, **lost.rebuilt})
         if ignore:
             if ckpt.recorded or found is not None:
                 ckpt.notes.append(
@@ -140,10 +142,6 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
         if found.problem is not None:
             ckpt.notes.append(f"the digests in {RECORD} were not compared, since it is damaged: {found.problem}")
             return
-        lost = ckpt.salvage or Salvage()  # of this damaged checkpoint itself
-        if found.salvage:
-            before = Salvage.of_states(found.salvage)
-            ckpt.salvage = Salvage(lost.problems, before.missing | lost.missing, {**before.rebuilt, **lost.rebuilt})
         if not found.about(ckpt):
             ckpt.notes.append(
                 f"the digests in {RECORD} were not compared: it describes other files than {ckpt.files[0]}, which this "
@@ -644,7 +642,9 @@ def _add_notes_on_missing(ckpt: Checkpoint, record: Recorded | None, with_rng: b
         notes += describe_dropped_replicas(ckpt)
     if record is not None and record.selection is not None:
         notes.append(f"{RECORD}: a part of a checkpoint was written here, {record.selection}. {NOT_RESUMED}")
-    left = Salvage.of_states(record.salvage) if record is not None and record.salvage else ckpt.salvage
+    left = ckpt.salvage
+    if record is not None and record.salvage and record.about(ckpt):
+        left = Salvage.of_states(record.salvage)
     if left is not None and not patched:
         notes.append(
             f"salvaged: this is a copy of what was left of a damaged checkpoint, {len(left.missing):,} entries of it "

@@ -323,7 +323,7 @@ def summarise_salvage(opened: OpenCheckpoint) -> dict[str, Any] | None:
     """Summarise what was lost of a salvaged checkpoint: {"exact": how many tensors, "rebuilt": {name: how}, "missing":
     {name: why}}; None of any other checkpoint."""
     record = opened.recorded()
-    states = record.salvage if record is not None else {}
+    states = record.salvage if record is not None and record.about(opened.checkpoint) else {}
     if not states and opened.checkpoint.salvage is not None:
         states = opened.checkpoint.salvage.states(opened.checkpoint.tensors, opened.checkpoint.values)
     if not states:
@@ -428,7 +428,7 @@ def compare_recorded_digests(opened: OpenCheckpoint, found: Mapping[str, str], o
     found = {n: found[opened.renamed.get(n, n)] for n in ckpt.tensors}
     if ckpt.recorded:
         rebuilt = ckpt.salvage.rebuilt if ckpt.salvage is not None else {}
-        here = {n: d for n, d in found.items() if n not in rebuilt}
+        here = {n: d for n, d in found.items() if n not in rebuilt or n in ckpt.recorded}
         here |= {n: d for n, d in held.items() if n in ckpt.recorded_values}
         if opened.folder and (beside := here.keys() - ckpt.recorded.keys() - ckpt.recorded_values.keys()):
             here = {n: d for n, d in here.items() if n not in beside}

@@ -313,8 +313,10 @@ def test_values_that_are_lost_are_named_and_those_of_another_step_stay_rebuilt(t
     lost = set(ckpttool.doctor(folder).missing)
     assert lost < names and {"trainer.step", "scheduler.last_epoch", "optim.param_groups.1.params"} <= lost
     ckpttool.convert(folder, tmp_path / "a", to="dcp", world_size=2, salvage=True, fill_from=whole)
-    ckpttool.convert(tmp_path / "a", tmp_path / "b.pt", to="full")
-    for copy in (tmp_path / "a", tmp_path / "b.pt"):
+    ckpttool.convert(tmp_path / "a", tmp_path / "b.pt", to="full", ignore_recorded_digests=True)
+    ckpttool.convert(tmp_path / "b.pt", tmp_path / "c.tar.zst", to="audit")
+    ckpttool.convert(tmp_path / "c.tar.zst", tmp_path / "e", to="dcp", world_size=1)
+    for copy in (tmp_path / "a", tmp_path / "b.pt", tmp_path / "c.tar.zst", tmp_path / "e"):
         told = ckpttool.verify(copy, read_data=True)
         assert told.recorded == "equal" and told.salvage is not None
         assert told.salvage["rebuilt"].keys() == lost and not told.salvage["missing"]
