@@ -975,6 +975,8 @@ def test_an_adapter_has_the_names_by_which_the_trainer_finds_it(to: str, tmp_pat
         with ckpttool.open(source) as opened:
             found = {n.removeprefix("model.") for n in opened.checkpoint.tensors if n.startswith("model.")}
         assert found == set(saved if folder_of in ("trainer", "accelerate") else live)
+
+
 def test_a_written_directory_is_compared_with_the_record_beside_its_files(tmp_path: Path) -> None:
     """Its .pt files carry digests of the tensors in them alone; random states and counters are in others."""
     job = torch.nn.Linear(2, 2)
