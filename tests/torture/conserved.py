@@ -1,8 +1,9 @@
 """Generated states through every written layout: each entry is kept and equal, changed as declared, or dropped with a reason.
 
 The source is a torch.save file of a small training state and of values of every kind, or, in one of four cases, a fixture; it goes to
-one layout and from there to another.
-What was kept is compared here, bit by bit, by a comparison that shares nothing with ckpttool's own.
+one layout and from there to another, in two of five cases with options that cast, select, rename or leave out.
+What was kept is compared here, bit by bit, by a comparison that shares nothing with ckpttool's own; and `verify --read-data` must find
+each result equal to its record.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 import ckpttool
 from ckpttool import layouts
-from ckpttool.errors import CkpttoolError, Unsupported
+from ckpttool.errors import CkpttoolError, Unsupported, UsageError
 from ckpttool.formats.pickles import Opaque
 
 __all__ = ["SOURCES", "SUFFIX", "WRITTEN", "case", "converted", "run", "saved_state", "unaccounted"]
@@ -37,7 +38,7 @@ WRITTEN = tuple(layouts.list_writable_layouts())
 SOURCES = sorted(
     path / "ckpt"
     for path in (Path(__file__).resolve().parents[2] / "fixtures").iterdir()
-    if path.name.startswith(("fsdp2_", "zero", "universal_", "awkward_")) and (path / "ckpt").is_dir()
+    if path.name.startswith(("fsdp1_", "fsdp2_", "zero", "universal_", "awkward_")) and (path / "ckpt").is_dir()
 )
 SUFFIX = {"full": ".pt", "audit": ".tar.zst"}
 _WITHOUT_RANKS = ("full", "hf", "audit", "universal")
@@ -185,11 +186,33 @@ def unaccounted(source: Path, out: Path, done: ckpttool.ConvertResult) -> list[s
     return wrong
 
 
-def converted(source: Path, out: Path, to: str, world: int, drop: bool = True) -> ckpttool.ConvertResult:
-    """The whole state in another layout."""
-    options = ckpttool.HfOptions(include_optimizer=True) if to == "hf" else None
+def converted(
+    source: Path, out: Path, to: str, world: int, drop: bool = True, **options: Any
+) -> ckpttool.ConvertResult:
+    """The whole state in another layout, or what the options ask for."""
+    own = ckpttool.HfOptions(include_optimizer=True) if to == "hf" else None
     size = None if to in _WITHOUT_RANKS else world
-    return ckpttool.convert(source, out, to=to, world_size=size, options=options, drop=drop)
+    return ckpttool.convert(source, out, to=to, world_size=size, options=own, drop=drop, **options)
+
+
+def any_options(r: random.Random) -> dict[str, Any]:
+    """Options of a conversion that change what is written."""
+    kinds: dict[str, Any] = {
+        "dtype": ("bf16", "fp16", "fp32"),
+        "cast": (
+            {"optim.*": "fp16"}, {"*": "float64"}, {"*": "bf16"}, {"model.*weight": "float64"}, {"*exp_avg": "bf16"},
+            {"*layers.0*": "fp16", "*norm*": "fp32"},
+        ),
+        "only": (
+            ["model"], ["model", "optim"], ["optim"], ["model", "scheduler"], ["*weight*"], ["*layers.0*"],
+            ["model", "trainer", "rng", "extra"],
+        ),
+        "drop_matching": (["*bias"], ["*layers.0*"], ["optim.*exp_avg_sq"], ["*step*"], ["extra*"], ["*lr*"], ["rng.*"]),
+        "rename": ({r"layers\.": "blocks."}, {r"^": "net."}, {r"weight$": "kernel"}),
+        "reset": (["scheduler"], ["rng"], ["optim"], ["*step*"], ["trainer"]),
+        "canonical_keys": (True,),
+    }  # fmt: skip
+    return {name: r.choice(kinds[name]) for name in r.sample(sorted(kinds), r.choice((1, 1, 2)))}
 
 
 def case(number: int, work: Path) -> dict[str, Any]:
@@ -205,14 +228,21 @@ def case(number: int, work: Path) -> dict[str, Any]:
     else:
         path = r.choice(SOURCES)
     out = {"id": f"conserved:{first}-{second}:{number}", "status": "conserved", "why": ""}
+    options = any_options(r) if r.random() < 0.4 else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for k, to in enumerate((first, second)):
             target = work / f"{k}{SUFFIX.get(to, '')}"
             try:
-                done = converted(path, target, to, 1 + r.randrange(3))
-                wrong = unaccounted(path, target, done)
+                done = converted(path, target, to, 1 + r.randrange(3), **({} if k else options))
+                wrong = unaccounted(path, target, done) if k or not options else []
+                if (found := ckpttool.verify(target, read_data=True)).recorded != "equal":
+                    wrong.append(f"verify says of the record of {to}: {found.recorded}")
             except Unsupported as e:
+                return out | {"status": "refused", "why": str(e)}
+            except UsageError as e:
+                if k or not options:
+                    return out | {"status": "not conserved", "why": f"UsageError: {e}"}
                 return out | {"status": "refused", "why": str(e)}
             except CkpttoolError as e:
                 return out | {"status": "not conserved", "why": f"{type(e).__name__}: {e}"}
