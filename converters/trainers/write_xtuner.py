@@ -19,6 +19,7 @@ from .write_directories import (
     explain_missing_scheduler,
     find_only_scheduler,
     refuse_several_optimizers,
+    refuse_unlisted_parameters,
     select_leaves_below,
     strip_paths,
 )
@@ -37,6 +38,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         Unsupported: there are no weights, or several optimizers.
     """
     refuse_several_optimizers(ckpt, "xtuner")
+    refuse_unlisted_parameters(ckpt, "xtuner")
     if ckpt.salvage is None and not any(t.path[0] == "model" for t in ckpt.tensors.values()):
         raise Unsupported(
             f"the checkpoint holds no model weights, and xtuner asks for them.{describe_weights_elsewhere(ckpt)}",

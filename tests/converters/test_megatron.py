@@ -837,3 +837,16 @@ def test_a_folder_without_common_pt_is_incomplete_but_for_its_weights(tmp_path: 
         assert len(opened) == 15
     done = ckpttool.convert(tmp_path / source.name, tmp_path / "x.pt", to="full", salvage=True)
     assert any("no common.pt" in note and note.endswith("these are lost") for note in done.notes)
+
+
+def test_param_groups_that_list_no_parameters_are_refused_where_a_job_needs_them(tmp_path: Path) -> None:
+    """torchtitan's files have options by parameter, so that they would be lost; FSDP1's groups would be empty."""
+    weights = {"decoder.b.weight": torch.ones(6, 4), "decoder.a.weight": torch.ones(4)}
+    state = {n: {"exp_avg": w / 2, "exp_avg_sq": w / 4, "step": torch.tensor(3.0)} for n, w in weights.items()}
+    groups = [{"lr": 0.1, "max_lr": 0.2}, {"lr": 0.3, "max_lr": 0.4}]
+    torch.save({"model": weights, "optim": {"state": state, "param_groups": groups}}, tmp_path / "in.pt")
+    for to in ("torchtitan", "accelerate", "lightning", "fsdp1", "zero3"):
+        with pytest.raises(Unsupported, match=r"param groups? lists? (no )?parameters"):
+            ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, world_size=2, drop=True)
+    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", world_size=2)
+    assert done.verified and not done.dropped

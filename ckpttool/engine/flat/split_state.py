@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
-from ...errors import Corrupt, Unsupported
+from ...errors import Corrupt, Unsupported, argument
 from ...formats.stored_tensors import Inline, flatten_tree
 from ...index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, Value, joined, tied_weights
 from ...index.draft import Dropped
@@ -109,7 +109,7 @@ def split_training_state(ckpt: Checkpoint, source: Source, trained: Iterable[str
             unknown.
 
     Raises:
-        Unsupported: there are no weights, or the optimizer has parameters that the model lacks.
+        Unsupported: there are no weights, or the optimizer has parameters that the model lacks or groups without any.
         Corrupt: the param groups list a parameter twice, or bytes are damaged.
     """
     model = {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"}
@@ -166,7 +166,11 @@ def tensors_of(tree: object) -> Iterator[TensorEntry]:
 
 def _fill_in_optimizer(ckpt: Checkpoint, source: Source, out: Training) -> None:
     """Fill in the groups, slots (tensors with the shape of their parameter) and scalars of the optimizer in `out`;
-    everything else of the optimizer goes into `out.dropped`."""
+    everything else of the optimizer goes into `out.dropped`.
+
+    Raises:
+        Unsupported: there are param groups, and none lists parameters.
+    """
     groups: dict[int, dict[Path, Tree]] = {}  # {number: {path in the group: hyperparameter}}
     params: dict[int, list[str]] = {}
     scalars: list[str] = []  # tensors of one element, which are read
@@ -209,6 +213,12 @@ def _fill_in_optimizer(ckpt: Checkpoint, source: Source, out: Training) -> None:
         scalar = Inline(t.dtype, (), data)
         out.scalars.setdefault(t.parameter, {})[str(t.path[3])] = scalar
         out.inlined[name] = Value(t.path, scalar)
+    if groups and not params and (out.slots or out.scalars):
+        raise Unsupported(
+            "The param groups list no parameters, so an engine cannot tell which hyperparameters are whose. Leave the "
+            f"optimizer out with {argument('only', ['model'])}, or write dcp or full, which keep it as it is.",
+            code="CKPT0316",
+        )
     if groups or params:
         count = max([*groups, *params]) + 1
         out.groups = [ParamGroup(tuple(params.get(i, ())), nest(groups.get(i, {}))) for i in range(count)]
