@@ -490,7 +490,8 @@ def _refuse_unmatched_casts(cast: Iterable[str], names: list[str]) -> None:
     for pattern in cast:
         if not fnmatch.filter(names, pattern):
             raise UsageError(
-                f"{argument('cast')} {pattern!r}: no tensor has such a name. The first name is {names[0]}.",
+                f"{argument('cast')} {pattern!r}: no tensor has such a name. "
+                + (f"The first name is {names[0]}." if names else "There is no tensor."),
                 code="CKPT0207",
             )
 

@@ -15,7 +15,7 @@ import ckpttool
 from ckpttool.engine.copy import fill
 from ckpttool.engine.copy.dtypes import NOTHING, CastLosses, cast, numpy_dtype
 from ckpttool.engine.copy.stream import Reader, StreamJob
-from ckpttool.errors import Interrupted
+from ckpttool.errors import Interrupted, UsageError
 from ckpttool.index.checkpoint import ITEMSIZE, PACKED
 from ckpttool.storage import source
 from ckpttool.storage.buffers import IOBudget
@@ -222,3 +222,9 @@ def test_a_block_of_a_stream_says_what_its_cast_lost(large: Path) -> None:
         (1, False),
         (1, True),
     ]
+
+
+def test_a_cast_of_a_checkpoint_without_tensors_is_a_usage_error(tmp_path: Path) -> None:
+    torch.save({"step": 3, "model": {"w": torch.ones(2)}}, tmp_path / "in.pt")
+    with pytest.raises(UsageError, match=r"no tensor has such a name\. There is no tensor"):
+        ckpttool.convert(tmp_path / "in.pt", tmp_path / "out.pt", only=["trainer"], cast={"*": "fp16"})
