@@ -201,8 +201,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
             tree[*groups[:-1], "state"] = {}
     if arrays:
         notes.append(
-            f"numpy arrays in {count_noun(len(arrays), 'value')}, first {arrays[0]}, are torch tensors in this file, "
-            "since torch.load(weights_only=True) refuses numpy"
+            f"numpy arrays and scalars in {count_noun(len(arrays), 'value')}, first {arrays[0]}, are torch tensors and "
+            "numbers in this file, since torch.load(weights_only=True) refuses numpy"
         )
 
     def ref(t: TensorEntry) -> torch_pickles.TensorRef:
@@ -228,7 +228,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         dropped=dropped,
         aliases=same,
         notes=notes,
-        changed=dict.fromkeys(arrays, "numpy arrays became torch tensors"),
+        changed=dict.fromkeys(arrays, "numpy arrays and scalars became torch tensors and numbers"),
         recorded=True,
         salvage=ckpt.salvage.states(wanted, values) if ckpt.salvage is not None else None,
         values=digest_values_without_arrays(values),
