@@ -100,7 +100,7 @@ def plain(x: Any) -> Any:
 def test_numpy_arrays_are_tensors_where_torch_refuses_numpy(tmp_path: Path) -> None:
     done = ckpttool.convert(folder("trainer_ddp"), tmp_path / "out.pt", to="full")
     (note,) = [n for n in done.notes if "numpy" in n]
-    assert "numpy arrays in 2 values, first rng.0.numpy" in note
+    assert "numpy arrays and scalars in 2 values, first rng.0.numpy" in note
     found = torch.load(tmp_path / "out.pt", weights_only=True)["rng"]["1"]["numpy"]
     original = torch.load(folder("trainer_ddp") / "rng_state_1.pth", weights_only=False)["numpy"]
     assert found[1].dtype == torch.uint32 and found[1].tolist() == original[1].tolist()
