@@ -232,7 +232,8 @@ class SavePlan:
         At stages 1 and 2, groups without trained parameters are removed from `self.state`, with a note.
 
         Raises:
-            Unsupported: no parameter is trained, or one is a quantised weight's codes.
+            Unsupported: no parameter is trained, one is a quantised weight's codes, or a group behind one that is left
+                out has an option that is a tensor.
         """
         state = self.state
         codes = encodings.find_in_tensors(state.tensors)
@@ -253,6 +254,30 @@ class SavePlan:
                 f"the param groups {idle} hold nothing that is trained and are left out: an engine of stage "
                 f"{self.stage} does not start with such a group"
             )
+            self._drop_tensor_options(idle)
+
+    def _drop_tensor_options(self, idle: list[int]) -> None:
+        """Drop the options of param groups that are left out, where they are tensors, such as a learning rate.
+
+        Args:
+            idle: the numbers of these groups.
+
+        Raises:
+            Unsupported: a group behind them has such an option, whose name would be another then.
+        """
+        for n, v in list(self.state.inlined.items()):
+            if v.path[:2] != ("optim", "param_groups") or v.group < idle[0]:
+                continue
+            if v.group not in idle:
+                raise Unsupported(
+                    f"An engine of stage {self.stage} starts without the param groups {idle}, which hold nothing that "
+                    f'is trained. "{n}" is a tensor, which keeps its name, and its group would get another number. '
+                    f"Write stage 3, or leave the optimizer out with {argument('only', ['model'])}.",
+                    code="CKPT0316",
+                )
+            del self.state.inlined[n]
+            why = "its param group holds nothing that is trained, and is left out"
+            self.state.dropped.append(Dropped(n, self.ckpt.tensors[n].nbytes, why))
 
     def _pop_ds_config(self) -> dict[str, object]:
         """Remove ds_config, DeepSpeed's configuration, from `self.rest` and return it; {} if there is none.

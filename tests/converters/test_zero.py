@@ -992,3 +992,23 @@ def test_client_state_that_is_called_as_a_component_stays_at_the_root(to: str, t
         tree = load(file)
         assert {key: tree[key] for key in own} == own and "extra" not in tree
         assert tree["lr_scheduler"] == load(save_of(tmp_path / "in") / "mp_rank_00_model_states.pt")["lr_scheduler"]
+
+
+def test_a_learning_rate_in_a_tensor_of_a_group_that_is_left_out_is_dropped_by_name(tmp_path: Path) -> None:
+    weights = {n: torch.ones(4, 2) for n in ("a.weight", "b.weight", "c.weight")}
+    state = {n: {"exp_avg": w, "exp_avg_sq": w, "step": torch.tensor(3.0)} for n, w in weights.items() if n[0] != "b"}
+    groups = [{"lr": torch.tensor(lr), "params": [n]} for lr, n in zip((0.5, 0.25, 0.125), weights, strict=True)]
+    groups[1]["params"] = []
+
+    def save(*order: int) -> Path:
+        optim = {"state": state, "param_groups": [groups[i] for i in order]}
+        torch.save({"model": weights, "optim": optim}, tmp_path / "in.pt")
+        return tmp_path / "in.pt"
+
+    with pytest.raises(Unsupported, match=r"optim\.param_groups\.2\.lr.* Write stage 3"):
+        ckpttool.convert(save(0, 1, 2), tmp_path / "out", to="zero1", world_size=2, drop=True)
+    with pytest.raises(Unsupported, match=r"optim\.param_groups\.2\.lr.*is left out"):
+        ckpttool.convert(save(0, 2, 1), tmp_path / "out", to="zero1", world_size=2)
+    done = ckpttool.convert(save(0, 2, 1), tmp_path / "out", to="zero1", world_size=2, drop=True)
+    assert done.verified and [n for n, *_ in done.dropped] == ["optim.param_groups.2.lr"]
+    assert ckpttool.verify(tmp_path / "out", read_data=True).recorded == "equal"
