@@ -8,6 +8,7 @@ import json
 import lzma
 import re
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,21 @@ def test_a_kit_that_is_none_or_is_damaged_is_refused(tmp_path: Path) -> None:
             run(kit)
     with open_kit(None) as cases, pytest.raises(UsageError, match=r"cases='xyzzy' matches no case; .*dcp_awkward"):
         choose_cases(cases, ("full_*", "xyzzy"))
+
+
+@pytest.mark.parametrize(
+    "names", [["/{out}"], ["//{out}"], ["../out"], ["a\0b"], ["a", "a/b"], ["a/b", "a"], ["a", "a/b/c"]]
+)
+def test_a_kit_whose_members_are_no_files_below_its_folder_is_refused(names: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with tarfile.open(tmp_path / "kit.tar.xz", "w:xz", format=tarfile.PAX_FORMAT) as packed:
+        for name in names:
+            member = tarfile.TarInfo("x")
+            member.pax_headers = {"path": name.format(out=str(out)[1:])}
+            packed.addfile(member)
+    with pytest.raises(NotRecognised, match="not a kit"), open_kit(str(tmp_path / "kit.tar.xz")):
+        pass
+    assert not out.exists()
 
 
 # ---------------------------------------------------------------------------------------------------------- programs

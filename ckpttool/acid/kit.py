@@ -16,6 +16,7 @@ from hashlib import sha256
 from importlib.resources import files
 from lzma import LZMAError
 from pathlib import Path
+from shutil import copyfileobj
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -123,23 +124,25 @@ def _unpack_kit(kit: Path, folder: str) -> None:
     """Unpack the .tar.xz of a kit to a folder.
 
     Raises:
-        NotRecognised: the file does not exist, is not a .tar.xz, or has a link or a path that leads out of the folder.
+        NotRecognised: the file does not exist, is not a .tar.xz, or has a link, a path that leads out of the folder, or
+            two members with one path.
         Corrupt: it is cut off or damaged.
     """
     try:
         with tarfile.open(kit, "r:xz") as packed:
             for member in packed:  # Python before 3.11.4 has no filter for `extractall`
-                parts = Path(member.name).parts
+                path = Path(member.name)
                 if member.isdir():
                     continue
                 data = packed.extractfile(member) if member.isfile() else None
-                if data is None or not parts or parts[0] == "/" or ".." in parts:
+                if data is None or not path.parts or path.is_absolute() or ".." in path.parts or "\0" in member.name:
                     raise tarfile.TarError(f"{member.name!r} is no file below the folder")
-                Path(folder, *parts[:-1]).mkdir(parents=True, exist_ok=True)
-                Path(folder, *parts).write_bytes(data.read())
+                Path(folder, path.parent).mkdir(parents=True, exist_ok=True)
+                with Path(folder, path).open("xb") as out:
+                    copyfileobj(data, out)
     except (EOFError, LZMAError) as e:
         raise Corrupt(f"{kit}: the kit is damaged ({e}). Fetch it again.", code="CKPT0403") from None
-    except (FileNotFoundError, tarfile.TarError) as e:
+    except (FileNotFoundError, FileExistsError, NotADirectoryError, tarfile.TarError) as e:
         raise NotRecognised(
             f"{kit}: not a kit of the acid test ({e}). Give a .tar.xz or a folder.", code="CKPT0301"
         ) from None
