@@ -225,6 +225,7 @@ def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
     out = Checkpoint(dialect.name, source.root, None, [], [], {}, {}, trainer=dialect.title, config=config)
     parts = [*dialect.parts(source), *([DirectoryPart(LEFT_OVER, _OURS, "extra")] if source.exists(LEFT_OVER) else [])]
     of_engine = False
+    of_first_rank: set[str] = set()  # names of what the last part of no later rank has
     if options.only is not None:
         parts = [p for p in parts if _is_part_needed(p, options.only)]
     source.prefetch_ends(p.name for p in parts if p.layout in (DATA, TREE))
@@ -232,12 +233,15 @@ def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
         if part.component == "scheduler" and part.layout == DATA and of_engine:
             continue  # the scheduler that DeepSpeed's engine steps is in its own files
         is_state = part.layout not in (DATA, TREE, FOREIGN, _OURS)
+        of_first_rank = of_first_rank if part.rank else set()
         try:
             found = (
                 _read_checkpoint_part(source, part, options, out)
                 if is_state
-                else _read_data_part(source, part, options, out)
+                else _read_data_part(source, part, options, out, of_first_rank)
             )
+            if not part.rank:
+                of_first_rank = {*found.tensors, *found.values}
             if part.layout == _OURS:  # what the source had, where a file has what its trainer needs instead
                 out.values = {n: v for n, v in out.values.items() if n not in found.values}
             _merge_part_index(out, found, part)
@@ -529,7 +533,9 @@ def _list_parameter_orders(
     return ({n: model[n] for n in order} for order in iterate_possible_orders(model))
 
 
-def _read_data_part(source: Source, part: DirectoryPart, options: ReadOptions, whole: Checkpoint) -> Checkpoint:
+def _read_data_part(
+    source: Source, part: DirectoryPart, options: ReadOptions, whole: Checkpoint, of_first_rank: Iterable[str]
+) -> Checkpoint:
     """Return the index of a part that is plain data, a file of torch.save or of JSON. Tensors stay in the file: the
     index refers to their bytes.
 
@@ -538,6 +544,8 @@ def _read_data_part(source: Source, part: DirectoryPart, options: ReadOptions, w
         part: which part.
         options: those of the whole read.
         whole: the index of the parts read so far.
+        of_first_rank: the canonical names in the first rank's file, where this one is a later rank's; a note names
+            those that this one lacks.
 
     Raises:
         Corrupt: the file is damaged or holds something else. Unsafe: its pickle would run code. Unsupported: it cannot
@@ -565,15 +573,13 @@ def _read_data_part(source: Source, part: DirectoryPart, options: ReadOptions, w
         leaves, out.origin = named.leaves, named.origin
         if part.component != "model":
             _refuse_stray_weights(what, (p for p, x in leaves.items() if isinstance(x, TensorEntry)), whole)
-    lacking: set[str] = set()  # what the first rank's file has, and this one may not
-    if part.layout == DATA and part.rank:
-        shared_homes = {part.component, *(p[0] for p in part.places.values() if part.rank not in p)}
-        lacking = {n for n, x in (whole.values | whole.tensors).items() if x.path[0] in shared_homes}
+    shared_homes = {part.component, *(p[0] for p in part.places.values() if part.rank not in p)}
+    lacking = {n for n in of_first_rank if n.partition(".")[0] in shared_homes}
     for path, leaf in leaves.items():
         if part.layout == DATA:
             shared = part.rank and part.rank not in part.places.get(str(path[0]) if path else "", ())
             path = _to_canonical_path(part, path)
-            lacking.discard(joined(path))
+            lacking -= {joined(path[:i]) for i in range(1, len(path) + 1)}  # an empty dict may have become a full one
             if shared and (known := whole.values.get(joined(path))) is not None and same_value(known.data, leaf):
                 continue
             if shared:
