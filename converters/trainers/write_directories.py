@@ -125,7 +125,8 @@ def find_only_scheduler(ckpt: Checkpoint) -> dict[Path, object]:
     """Return {canonical path: leaf} of the scheduler; empty where there is none, or several: a list, or a dict by
     class."""
     found = select_leaves_below(ckpt, "scheduler")
-    return {} if any(str(p[1]).isdecimal() for p in found) or all(len(p) > 2 for p in found) else found
+    by_class = len({p[1] for p in found}) > 1 and all(len(p) > 2 for p in found)
+    return {} if by_class or any(str(p[1]).isdecimal() for p in found) else found
 
 
 def explain_missing_scheduler(ckpt: Checkpoint) -> str:

@@ -841,6 +841,14 @@ def test_two_schedulers_go_to_lightning_and_back(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "back" / "scheduler_1.bin", weights_only=True) == listed[1]
 
 
+def test_a_scheduler_around_another_is_one(tmp_path: Path) -> None:
+    """Several are numbered, or named by class."""
+    state = {"inner": {"last_epoch": 3}}
+    torch.save({"model": {"w": torch.ones(2)}, "scheduler": state}, tmp_path / "in.pt")
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="accelerate", world_size=1)
+    assert torch.load(tmp_path / "out" / "scheduler.bin", weights_only=True) == state
+
+
 def test_counters_of_trainer_come_back_from_a_directory_of_lightning(tmp_path: Path) -> None:
     """Lightning counts whole epochs; Trainer's half of one is kept beside its own."""
     source = folder("trainer_fsdp2_sharded")
