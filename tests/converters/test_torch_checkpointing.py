@@ -409,8 +409,9 @@ def test_values_of_an_item_that_only_a_later_rank_has_are_that_rank_s(tmp_path: 
     changed(source, lambda found: found["metadata"].update(ema=found["metadata"]["optimizer"]))
     for rank in range(2):
         tree = torch.load(source / f"optimizer_{rank}.pt", weights_only=False)
-        tree["param_groups"][0].update({"seen": 5} if rank else {})
+        tree["param_groups"][0].update({"seen": 5, "more": {"n": 6}} if rank else {"more": {}})
         torch.save(tree, source / f"ema_{rank}.pt")
     with ckpttool.open(source) as opened:
+        assert not any("not every rank" in n for n in opened.checkpoint.notes)
         found = {n: v.data for n, v in opened.checkpoint.values.items() if n.endswith("seen")}
     assert found == {"extra.per_rank.1.ema.param_groups.0.seen": 5}
