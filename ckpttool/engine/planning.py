@@ -42,7 +42,7 @@ from ..index.param_groups import (
     list_names_by_group,
     regroup_optimizer,
 )
-from ..index.paths import is_optimizer_state, keep_extra_state_trees
+from ..index.paths import is_optimizer_state, keep_extra_state_trees, list_own_keys
 from ..index.schedulers import complete_scheduler_state, describe_deepspeed_scheduler
 from ..index.vocabulary import find_vocabulary_weights
 from ..options import (
@@ -472,8 +472,7 @@ def _check_keys(ckpt: Checkpoint, draft: Draft, target: layouts.Layout, asked: M
             "Choose others.",
             code="CKPT0203",
         )
-    own = ckpt.origin.items() - keep_extra_state_trees(ckpt.origin).items()
-    theirs = target.own_keys and any(p[0] in ("model", "optim") for p, _ in own)
+    theirs = target.own_keys and any(p[0] in ("model", "optim") for p in list_own_keys(ckpt.origin))
     if theirs and readable and not asked:
         draft.notes.append(
             f"model and optimizer keep the keys of the source; {argument('canonical_keys', True)} writes model and "

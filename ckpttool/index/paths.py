@@ -21,6 +21,7 @@ __all__ = [
     "is_param_group",
     "joined",
     "keep_extra_state_trees",
+    "list_own_keys",
     "split_extra_state",
 ]
 
@@ -145,3 +146,9 @@ def keep_extra_state_trees(origin: Mapping[Path, Path]) -> dict[Path, Path]:
         if split is not None and p[below:]:
             out[q] = ("model", split[0], *p[below:])
     return out
+
+
+def list_own_keys(origin: Mapping[Path, Path]) -> dict[Path, Path]:
+    """Return the part of an `origin` (`Checkpoint`) with keys of the trainer's own: all that `keep_extra_state_trees`
+    does not keep."""
+    return dict(origin.items() - keep_extra_state_trees(origin).items())

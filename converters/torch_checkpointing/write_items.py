@@ -29,6 +29,7 @@ from ckpttool.index.checkpoint import (
 )
 from ckpttool.index.draft import Draft, turn_positions_into_keys
 from ckpttool.index.names import ROLES
+from ckpttool.index.paths import keep_extra_state_trees, list_own_keys
 from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions, tree_of
 from ckpttool.storage.source import Source
@@ -52,10 +53,12 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """
     world = options.ranks(ckpt)
     tree, notes = tree_of(ckpt.leaves(), ckpt.origin, same_bytes, options)
-    if not ckpt.origin or not all(isinstance(p[0], str) and _ITEM.fullmatch(p[0]) for p in tree):
-        if ckpt.origin:
+    own_keys = list_own_keys(ckpt.origin)
+    if not own_keys or not all(isinstance(p[0], str) and _ITEM.fullmatch(p[0]) for p in tree):
+        if own_keys:
             notes = ["the keys are model, optimizer, ...: those of the source cannot be names of files"]
-        tree = {(_ITEMS.get(str(p[0]), p[0]), *p[1:]): leaf for p, leaf in ckpt.leaves().items()}
+        extra_states = keep_extra_state_trees(ckpt.origin)
+        tree = {(_ITEMS.get(str(p[0]), p[0]), *extra_states.get(p, p)[1:]): leaf for p, leaf in ckpt.leaves().items()}
     cast = {n: options.cast(n, t.dtype) for n, t in ckpt.tensors.items()}
     items: dict[str, Leaves] = {}
     for path, leaf in tree.items():

@@ -18,7 +18,7 @@ from ckpttool.index.checkpoint import Checkpoint, Leaves, Path, TensorEntry, Val
 from ckpttool.index.composites import shape_of
 from ckpttool.index.draft import Draft, Dropped, turn_positions_into_keys
 from ckpttool.index.names import canonical, describe_weights_elsewhere, original_path, step_count
-from ckpttool.index.paths import keep_extra_state_trees
+from ckpttool.index.paths import keep_extra_state_trees, list_own_keys
 from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
@@ -631,11 +631,11 @@ def _find_other_lightning_entries(ckpt: Checkpoint, meta: Mapping[Path, object],
         placed: the canonical paths of those.
     """
     found: dict[Path, Path] = {}
-    tops = {at[:1] for at in meta}
+    tops, own = {at[:1] for at in meta}, list_own_keys(ckpt.origin)
     for p in ckpt.leaves():
         if p[0] in ("model", "optim", "scheduler") or p in placed:
             continue
-        bare = not ckpt.origin and p[0] in ("extra", "trainer") and len(p) > 1  # it came by way of another layout
+        bare = not own and p[0] in ("extra", "trainer") and len(p) > 1  # it came by way of another layout
         at = p[1:] if bare else original_path(p, ckpt.origin)
         if at[:1] not in tops:
             found[at] = p

@@ -324,3 +324,22 @@ def test_the_record_has_the_dtype_of_steps_that_no_cast_applies_to(to: str, tmp_
     torch.save({"model": weights, "optim": optim}, tmp_path / "in.pt")
     ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, world_size=2, cast={"optim.*": "float64"})
     assert ckpttool.verify(tmp_path / "out", read_data=True).recorded == "equal"
+
+
+def test_a_model_with_extra_states_gets_the_same_files_as_one_without(tmp_path: Path) -> None:
+    """Extra states alone have keys of the source then, which are no keys of a trainer."""
+    extra = {"hyper": {"q": 5}, "pytorch-lightning_version": "2.5"}
+    found: list[Any] = []
+    for more in (dict[str, Any](), {"0._extra_state": {"amax": 2.0}}):
+        state = {"w": {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2), "step": torch.tensor(3.0)}}
+        optim = {"state": state, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
+        torch.save({"model": {"w": torch.ones(2), **more}, "optim": optim, "extra": extra}, tmp_path / "a.pt")
+        to: dict[str, Any] = {"world_size": 1, "force": True}
+        ckpttool.convert(tmp_path / "a.pt", tmp_path / "t", to="torch_checkpointing", canonical_keys=True, **to)
+        ckpttool.convert(tmp_path / "a.pt", tmp_path / "by.pt", to="full", canonical_keys=True, force=True)
+        ckpttool.convert(tmp_path / "by.pt", tmp_path / "l", to="lightning", **to)
+        meta = torch.load(tmp_path / "l" / "meta.pt", weights_only=True)
+        found.append((sorted(p.name for p in (tmp_path / "t").iterdir()), meta))
+        tree = torch.load(tmp_path / "t" / "model_0.pt", weights_only=True)
+        assert tree.get("0._extra_state") == more.get("0._extra_state")
+    assert found[0] == found[1] and "optimizer_0.pt" in found[0][0] and found[0][1]["hyper"] == {"q": 5}
