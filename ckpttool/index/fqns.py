@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ..errors import Corrupt, Unsupported, UsageError, argument
 from .checkpoint import Checkpoint, Path, TensorEntry, Value, joined
-from .paths import EXTRA_STATE, is_optimizer_state, split_extra_state
+from .paths import EXTRA_STATE, is_optimizer_state, keep_extra_state_trees, split_extra_state
 
 __all__ = [
     "EXTRA_STATE",
@@ -128,8 +128,17 @@ def rename_parameters(ckpt: Checkpoint, new_name: Callable[[str], str]) -> tuple
 
 def _rename_in_origin(origin: Mapping[Path, Path], new_name: Callable[[str], str]) -> dict[Path, Path]:
     """Return `Checkpoint.origin` for renamed parameters: without the names that the source had for single
-    parameters, and with the numbers of its optimizer under the new FQNs."""
+    parameters, with the numbers of its optimizer under the new FQNs, and with extra states as one tree, unless a part
+    of that is renamed."""
     out: dict[Path, Path] = {}
+    head = origin.get(("model",), ("model",))
+    trees = {("model", joined(q[1:])): (str(p[1]), p[2:]) for q, p in keep_extra_state_trees(origin).items()}
+    torn = {
+        fqn
+        for (_, name), (fqn, _) in trees.items()
+        if not (new := new_name(fqn)).endswith(EXTRA_STATE) or new_name(name) != new + name.removeprefix(fqn)
+    }
+    out |= {("model", new_name(q[1])): (*head, new_name(fqn), *p) for q, (fqn, p) in trees.items() if fqn not in torn}
     for q, p in origin.items():
         if q[:2] == ("optim", "params"):
             if isinstance(p[0], int):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from commands import ckpttool_here
+from peers import same_value
 
 import ckpttool
 from ckpttool.errors import Corrupt, Differs, Unsupported, UsageError
@@ -350,3 +351,16 @@ def test_a_bad_map_names_its_file_and_line(saved: Path, tmp_path: Path, text: st
     (tmp_path / "own.map").write_text(text)
     with pytest.raises(UsageError, match=why):
         ckpttool.convert(saved, tmp_path / "b.pt", map=tmp_path / "own.map")
+
+
+def test_an_extra_state_is_one_tree_under_its_new_name(tmp_path: Path) -> None:
+    state = {"amax": 1.0, "history": [torch.ones(2), {"x": 2}]}
+    torch.save({"model": {"a.w": torch.ones(2), "a._extra_state": state}, "step": 1}, tmp_path / "a.pt")
+    for canonical_keys in (False, True):
+        options: dict[str, Any] = {"rename": {"^a": "b"}, "canonical_keys": canonical_keys, "force": True}
+        ckpttool.convert(tmp_path / "a.pt", tmp_path / "out.pt", **options)
+        model = torch.load(tmp_path / "out.pt")["model"]
+        assert model.keys() == {"b.w", "b._extra_state"} and same_value(model["b._extra_state"], state)
+    renamed = {"rename": {r"history\.0": "first"}}  # a part of it: entries of their own
+    ckpttool.convert(tmp_path / "a.pt", tmp_path / "out.pt", force=True, **renamed)
+    assert "a._extra_state.first" in torch.load(tmp_path / "out.pt")["model"]
