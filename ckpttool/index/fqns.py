@@ -183,6 +183,12 @@ def remove_wrappers_from_origin(origin: Mapping[Path, Path]) -> dict[Path, Path]
                 if p[:-1] != origin.get(q[:1], q[:1]) and q[0] == "model":
                     out[q] = (*p[:-1], clean)
                 continue
+        extra = split_extra_state(joined(q[1:])) if q[0] == "model" else None
+        if extra is not None:
+            bare = [strip_wrapper_modules(str(key)) for key in p]
+            p = tuple(
+                extra[0] if extra[0] in (b, b.removeprefix("module.")) else k for b, k in zip(bare, p, strict=True)
+            )
         out[q] = p
     return out
 

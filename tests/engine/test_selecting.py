@@ -364,3 +364,8 @@ def test_an_extra_state_is_one_tree_under_its_new_name(tmp_path: Path) -> None:
     renamed = {"rename": {r"history\.0": "first"}}  # a part of it: entries of their own
     ckpttool.convert(tmp_path / "a.pt", tmp_path / "out.pt", force=True, **renamed)
     assert "a._extra_state.first" in torch.load(tmp_path / "out.pt")["model"]
+    for wrapper in ("_orig_mod", "module", "module._orig_mod"):
+        model = {f"{wrapper}.{n}": x for n, x in {"a.w": torch.ones(2), "a._extra_state": state}.items()}
+        torch.save({"model": model, "step": 1}, tmp_path / "a.pt")
+        ckpttool.convert(tmp_path / "a.pt", tmp_path / "out.pt", force=True, strip_wrappers=True)
+        assert torch.load(tmp_path / "out.pt")["model"].keys() == {"a.w", "a._extra_state"}
