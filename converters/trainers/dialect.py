@@ -418,7 +418,10 @@ def _move_below_extra(ckpt: Checkpoint, below: Path) -> Checkpoint:
 
 
 #: PEFT names the parameters of a live adapter by the adapter's own name too, and leaves that out in what it saves.
-_LIVE = re.compile(r"(\.lora_[AB]|\.lora_magnitude_vector)\.[^.]+(?=\.)|(\.lora_embedding_[AB])\.[^.]+$")
+#: The magnitudes of DoRA are a module by now, and a parameter in files.
+_LIVE = re.compile(
+    r"(\.lora_[AB])\.[^.]+(?=\.)|(\.lora_embedding_[AB])\.[^.]+$|(\.lora_magnitude_vector)\.[^.]+\.weight$"
+)
 _SAVED = re.compile(r"(\.lora_[AB]|\.lora_magnitude_vector)(?=\.[^.]+$)|(\.lora_embedding_[AB])$")
 _PEFT = "base_model.model."
 _SEVERAL_ADAPTERS = (
@@ -447,13 +450,13 @@ def require_single_model(ckpt: Checkpoint) -> Checkpoint:
 def to_saved_peft_name(fqn: str) -> str:
     """Return the name that PEFT gives a parameter of an adapter in a file: "q_proj.lora_A.default.weight" becomes
     "q_proj.lora_A.weight"."""
-    return _LIVE.sub(r"\1\2", fqn)
+    return _LIVE.sub(r"\1\2\3", fqn)
 
 
 def to_live_peft_name(fqn: str) -> str:
     """Return the name that a module with one adapter, called "default", gives a parameter that PEFT saved:
     "q_proj.lora_A.weight" becomes "q_proj.lora_A.default.weight"."""
-    return _SAVED.sub(r"\1\2.default", fqn)
+    return _SAVED.sub(r"\1\2.default", f"{fqn}.weight" if fqn.endswith(".lora_magnitude_vector") else fqn)
 
 
 def with_peft_names(ckpt: Checkpoint, saved: bool) -> Checkpoint:

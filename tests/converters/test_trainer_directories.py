@@ -967,11 +967,11 @@ def test_rng_states_that_a_trainer_does_not_load_are_not_called_missing(to: str,
 @pytest.mark.parametrize("to", ["lightning", "verl", "xtuner", "llamafactory", "trainer", "accelerate"])
 def test_an_adapter_has_the_names_by_which_the_trainer_finds_it(to: str, tmp_path: Path) -> None:
     """Accelerate and Trainer save what PEFT gives them, and the others the state dict of the live module."""
-    live = [f"base_model.model.{m}.lora_{x}.default.weight" for m in "qk" for x in "AB"]
+    live = [f"base_model.model.{m}.lora_{x}.default.weight" for m in "qk" for x in ("A", "B", "magnitude_vector")]
     state = {n: {"exp_avg": torch.ones(4, 2), "exp_avg_sq": torch.ones(4, 2), "step": torch.tensor(3.0)} for n in live}
     optim = {"state": state, "param_groups": [{"lr": 0.1, "params": live}]}
     torch.save({"model": {n: torch.ones(4, 2) for n in live}, "optim": optim}, tmp_path / "in.pt")
-    saved = [n.replace(".default", "") for n in live]
+    saved = [n.replace(".default", "").replace("vector.weight", "vector") for n in live]
     source = tmp_path / "in.pt"
     (tmp_path / "out").mkdir()
     for number, folder_of in enumerate((to, "trainer", to)):  # from the live names, and from those that Trainer saves
