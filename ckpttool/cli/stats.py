@@ -84,7 +84,7 @@ def stats(
         if names and not quiet:
             note(f"{len(names):,} tensors are in {where} alone, first {names[0]}")
     if found.not_compared and not quiet:
-        note(f"not compared, of other shapes or of packed dtypes: {list_first(found.not_compared)}")
+        note(f"not compared, of other shapes, of packed dtypes or of quantised codes: {list_first(found.not_compared)}")
     if not as_csv and sys.stdout.isatty():
         draw(found.draw())
         return

@@ -65,8 +65,8 @@ class Statistics(Shown):
     ones.
 
     `digest` {"all", "model", ...: Merkle root in hex} is that of `digest`, of the same bytes; `only_here` and
-    `only_there` are tensors that one of the two has, `not_compared` those of other shapes or of dtypes that are not
-    compared; `not_read` files that belong to the checkpoint and were not looked at.
+    `only_there` are tensors that one of the two has, `not_compared` those of other shapes, of packed dtypes or of
+    quantised codes; `not_read` files that belong to the checkpoint and were not looked at.
     """
 
     rows: list[StatisticsRow]
@@ -255,7 +255,8 @@ def stats(
                 other.source.assert_unchanged()
                 out.only_here = [n for n in ckpt.tensors if n not in other.checkpoint.tensors]
                 out.only_there = [n for n in other.checkpoint.tensors if n not in ckpt.tensors]
-                out.not_compared = [n for n in ckpt.tensors if n in other.checkpoint.tensors and n not in moved]
+                both = ckpt.tensors.keys() & other.checkpoint.tensors.keys()
             for row in rows:
                 row.moved = None if row.codes else moved.get(row.name)
+            out.not_compared = [row.name for row in rows if row.moved is None and row.name in both]
     return out

@@ -195,6 +195,23 @@ def test_how_far_tensors_moved_is_measured_against_another_layout(tmp_path: Path
     }
     assert (found.only_here, found.only_there) == (["model.new"], ["model.gone"])
     assert found.not_compared == ["model.cut"]
+    for folder in (tmp_path / "c", tmp_path / "d"):  # codes are not numbers, and have none of this either
+        folder.mkdir()
+        weight = torch.arange(16, dtype=torch.int8).reshape(4, 4)
+        save_file({"l.weight": weight, "l.weight_scale": torch.ones(4, 1)}, folder / "model.safetensors")
+        group = {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
+        }
+        how = {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "config_groups": {"g": group},
+            "ignore": [],
+        }
+        (folder / "config.json").write_text(json.dumps({"quantization_config": how}))
+    coded = stats(tmp_path / "c", against=tmp_path / "d")
+    assert all(r.codes and r.moved is None for r in coded.rows) and len(coded.not_compared) == 2
     folded = {r.name: r.moved for r in found.folded().rows}
     assert folded["model.layers.#.w"] == pytest.approx(math.hypot(0.5 * 1.5, 0) / math.hypot(1.5, 1.0), rel=1e-6)
 
