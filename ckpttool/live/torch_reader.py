@@ -344,7 +344,7 @@ def _fill_with_number(target: Tensor, number: int | float, name: str) -> None:
         Unsupported: the dtype has no such whole number, or the tensor is of integers and the number is none.
     """
     try:
-        target.fill_(number)
+        target.fill_(float(number) if target.is_floating_point() else number)
         held = target.item()
     except (RuntimeError, OverflowError):  # torch does not convert NaN to an integer, nor numbers above its range
         held = math.nan if math.isinf(number) else math.inf

@@ -328,7 +328,7 @@ class _State(ByFields):
             )
         self.notes.append(f"{fault}: these are lost")
         in_common = ("optim.param_groups", "scheduler", "trainer", "extra.args")
-        self.lost |= dict.fromkeys(in_common, f"it was in {section.path_in_source('common.pt')}")
+        self.lost |= dict.fromkeys(in_common, f"Megatron-Core keeps it in {section.path_in_source('common.pt')}")
 
     def _add_common_file(self, name: str, file: int) -> None:
         """Add the content of a common.pt.

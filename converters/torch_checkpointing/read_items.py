@@ -208,7 +208,7 @@ class _Reading:
             else:
                 state = ROLES.get(name) in ("model", "optim")
                 out |= self._merge_values(path, [(r, x) for r, _, x in column], column[0][0] if state else ranks[0])
-                if len(column) < len(ranks) and path in out:
+                if len(column) < len(ranks) and path in out and (not state or "param_groups" in path):
                     lacking[key] = joined(path)
         if lacking:  # but for an empty dict that is a full one on another rank
             above = {key[:i] for leaves in by_text for key in leaves for i in range(len(key))}

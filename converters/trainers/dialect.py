@@ -476,7 +476,8 @@ def with_peft_names(ckpt: Checkpoint, saved: bool) -> Checkpoint:
     tensors = {(p := rename_parameter(t.path)): t if p == t.path else replace(t, path=p) for t in ckpt.tensors.values()}
     if len(tensors) != len(ckpt.tensors):
         return replace(
-            ckpt, notes=[*ckpt.notes, _SEVERAL_ADAPTERS] if _SEVERAL_ADAPTERS not in ckpt.notes else ckpt.notes
+            ckpt,
+            notes=[*ckpt.notes, _SEVERAL_ADAPTERS] if saved and _SEVERAL_ADAPTERS not in ckpt.notes else ckpt.notes,
         )
     if all(p == t.path for p, t in zip(tensors, ckpt.tensors.values(), strict=True)):
         return ckpt

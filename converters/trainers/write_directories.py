@@ -90,7 +90,8 @@ def refuse_several_optimizers(ckpt: Checkpoint, trainer: str) -> None:
 
 
 def refuse_unlisted_parameters(ckpt: Checkpoint, trainer: str, by_parameter: bool = False) -> None:
-    """Raise if no param group lists parameters of the optimizer, by which a job finds their state.
+    """Raise if no param group lists parameters of the optimizer, by which a job finds their state. What is left of a
+    damaged checkpoint may lack them, as its record says.
 
     Args:
         trainer: its name in the message.
@@ -100,9 +101,8 @@ def refuse_unlisted_parameters(ckpt: Checkpoint, trainer: str, by_parameter: boo
         Unsupported: there is state of an optimizer, or there are such options, and no such group.
     """
     held = [p for p in ckpt.leaves() if p[0] == "optim"]
-    if any(by_parameter or p[1:2] == ("state",) for p in held) and not any(
-        p[1:2] == ("param_groups",) and p[3:] == ("params",) for p in held
-    ):
+    listed = any(p[1:2] == ("param_groups",) and p[3:] == ("params",) for p in held)
+    if ckpt.salvage is None and not listed and any(by_parameter or p[1:2] == ("state",) for p in held):
         raise Unsupported(
             f"No param group lists parameters of the optimizer, and {trainer} loads none without. Leave it out with "
             f"{argument('only', ['model'])}, or write dcp or full, which keep it as it is.",

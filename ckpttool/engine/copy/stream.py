@@ -124,6 +124,7 @@ class Reader:
         self._plain = type(source) is Source
         #: {file: (end of the last read, offset of its window, the window)}, a row for each thread that reads
         self._windows: dict[int, tuple[tuple[int, int, bytes], ...]] = {}
+        self._windows_held = 0
 
     def blocks(self, jobs: Iterable[StreamJob], first: int = 0, *, checked: bool = True) -> Generator[Block]:
         """Yield the blocks of tensors, in the order of `jobs`.
@@ -292,7 +293,7 @@ class Reader:
         Returns:
             Whether `into` was filled; False where a window does not pay, and nothing was read.
         """
-        if not self._plain or (file not in self._windows and len(self._windows) >= _WINDOWS // self._ahead):
+        if not self._plain:
             return False
         n, follows = len(into), None
         # Each thread reads pieces of a batch of its own, in their order: with one window for all of them, each would
@@ -306,6 +307,8 @@ class Reader:
             if 0 <= offset - end < _WINDOW // 4:
                 follows = row
         found = (offset + n, 0, b"")
+        if follows is not None and not follows[2] and self._windows_held >= _WINDOWS:
+            return False
         if follows is not None:
             name = self.files[file]
             window = self.source.read(name, offset, max(n, min(_WINDOW, self.source.size(name) - offset)))
@@ -313,6 +316,7 @@ class Reader:
             into[:] = window[:n]
         others = [row for row in rows if row is not follows]
         self._windows[file] = (*others[max(0, len(others) + 1 - self._ahead) :], found)
+        self._windows_held += sum(bool(row[2]) for row in self._windows[file]) - sum(bool(row[2]) for row in rows)
         return follows is not None
 
     def _locate_in_file(self, plan: BlockPlan) -> tuple[int, int, int]:
