@@ -83,8 +83,9 @@ class TorchFiles:
             TypeError: an object in the tree is of a type that no checkpoint has.
         """
         head, records = make_head_of_tree(root, tree, len(storages))
-        if clash := {record[0] for record in records} & {f"{root}/data/{key}" for key in storages}:
-            raise AssertionError(f"{name}: storages are numbered otherwise: {sorted(clash)}")
+        names = {record[0] for record in records}
+        if clash := sorted(key for key in storages if f"{root}/data/{key}" in names):
+            raise AssertionError(f"{name}: storages are numbered otherwise: {clash}")
         at = sum(map(len, head))
         holes: list[_PendingRecord] = []
         places: dict[str, int] = {}
