@@ -28,10 +28,14 @@ from .oracle import Tree, are_tied, dcp, flat, hf, load
 BOTH = frozenset({"model", "optim.state"})
 
 
-def named(tree: Tree) -> Tree:
-    """The weights and moments of a tree under canonical names; PEFT's names of a live adapter as it saves them."""
+def named(tree: Tree, live: bool = False) -> Tree:
+    """The weights and moments of a tree under canonical names; PEFT's names of a live adapter as it saves them, but where
+    the trainer has them `live`."""
     found = names.canonical(tree, lambda x: tuple(x.shape) if isinstance(x, Tensor) else None, same=are_tied).leaves
-    renamed = {tuple(_ADAPTER.sub(r"\1", p) if isinstance(p, str) else p for p in path): x for path, x in found.items()}
+    renamed = {
+        tuple(_ADAPTER.sub(r"\1", p) if isinstance(p, str) and not live else p for p in path): x
+        for path, x in found.items()
+    }
     return {
         p: x for p, x in renamed.items() if isinstance(x, Tensor) and (p[0] == "model" or p[:2] == ("optim", "state"))
     }
@@ -44,7 +48,7 @@ _ADAPTER = re.compile(r"(\.lora_[AB])\.default(?=\.)")
 Places = dict[str, dict[tuple[str, ...], tuple[str, ...]]]
 
 
-def parts(places: Places) -> Callable[[Path], Tree]:
+def parts(places: Places, live: bool = False) -> Callable[[Path], Tree]:
     """A reader of those folders of DCP below the checkpoint's that are there. A key around others is only left out, as
     ckpttool does it, where nothing is beside it."""
 
@@ -56,7 +60,7 @@ def parts(places: Places) -> Callable[[Path], Tree]:
             for p, x in there.items():
                 head = next((h for h in heads if p[: len(h)] == h and (alone or len(h) == 1)), ())
                 found[(*heads.get(head, ()), *p[len(head) :])] = x
-        return named(found)
+        return named(found, live)
 
     return read
 
@@ -122,7 +126,7 @@ def verl(path: Path) -> Tree:
 
 READERS: dict[str, tuple[Callable[[Path], Tree], frozenset[str] | None]] = {
     "fsdp_parts": (parts({"pytorch_model_fsdp_0": {}, "optimizer_0": {}}), BOTH), "olmo": (parts({"model_and_optim": {}}), BOTH), "dcp_model": (parts({".": {}}), BOTH),
-    "lightning": (parts({".": {("state_dict",): ("model",), ("optimizer_0",): ("optim",)}}), BOTH), "fsdp_full": (full, BOTH), "adapter": (adapter, frozenset({"model"})), "automodel": (automodel, BOTH),
+    "lightning": (parts({".": {("state_dict",): ("model",), ("optimizer_0",): ("optim",)}}, live=True), BOTH), "fsdp_full": (full, BOTH), "adapter": (adapter, frozenset({"model"})), "automodel": (automodel, BOTH),
     "transformers": (transformers, BOTH), "verl": (verl, BOTH), "torchtune": (hf, frozenset({"model"})),
     "nemo_rl": (parts({"policy/weights": {}, "policy/optimizer": {("optim", "optim"): ("optim",)}}), BOTH),
     "prime_rl": (parts({"trainer": {("app", "model"): ("model",), ("app", "optimizers"): ("optim",)}}), BOTH),
