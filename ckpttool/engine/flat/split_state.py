@@ -30,7 +30,7 @@ from ...formats.stored_tensors import Inline, flatten_tree
 from ...index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, Value, joined, tied_weights
 from ...index.draft import Dropped
 from ...index.fqns import EXTRA_STATE, split_extra_state
-from ...index.names import ROLES, describe_weights_elsewhere, original_path
+from ...index.names import describe_weights_elsewhere, original_path
 from ...index.trees import nest
 from ...storage.buffers import IOBudget
 from ...storage.source import Source
@@ -239,7 +239,6 @@ def _fill_in_rest(ckpt: Checkpoint, out: Training) -> None:
     leaves: dict[Path, Tree] = {}
     scheduler: dict[Path, Tree] = {}
     others: dict[str, None] = {}  # further optimizers
-    held = {"extra", *(ckpt.component(n) for n in (*ckpt.tensors, *ckpt.values))}
     for path, data in _iterate_leaves(ckpt):
         if path[0] in ("model", "optim"):
             continue
@@ -248,9 +247,7 @@ def _fill_in_rest(ckpt: Checkpoint, out: Training) -> None:
         elif path[0] == "scaler" and len(path) == 2 and "scaler.cur_scale" in ckpt.values:
             out.scaler[str(path[1])] = data
         else:
-            at = path[1:] if path[:2] in _OF_DEEPSPEED else original_path(path, ckpt.origin)
-            # without the component beside which it was data, a reader would take it for that
-            leaves[path if path[0] == "extra" and ROLES.get(str(at[0]), "extra") not in held else at] = data
+            leaves[path[1:] if path[:2] in _OF_DEEPSPEED else original_path(path, ckpt.origin)] = data
             if path[0] == "extra" and "param_groups" in path:
                 others[joined(path[1 : path.index("param_groups")])] = None
     out.scheduler = nest(scheduler) if scheduler else None
