@@ -43,7 +43,7 @@ __all__ = [
     "explain_missing_scheduler",
     "find_only_scheduler",
     "refuse_several_optimizers",
-    "refuse_unlisted_parameters",
+    "refuse_unfit_optimizer",
     "select_leaves_below",
     "strip_paths",
     "write_accelerate",
@@ -89,17 +89,18 @@ def refuse_several_optimizers(ckpt: Checkpoint, trainer: str) -> None:
         )
 
 
-def refuse_unlisted_parameters(ckpt: Checkpoint, trainer: str, by_parameter: bool = False) -> None:
-    """Raise if no param group lists parameters of the optimizer, by which a job finds their state. What is left of a
-    damaged checkpoint may lack them, as its record says.
+def refuse_unfit_optimizer(ckpt: Checkpoint, trainer: str, by_parameter: bool = False) -> None:
+    """Raise if there are several optimizers, or if no param group lists parameters, by which a job finds their state.
+    What is left of a damaged checkpoint may lack those lists, as its record says.
 
     Args:
         trainer: its name in the message.
         by_parameter: whether it keeps the options of a group by parameter, too, so that they need such a list as well.
 
     Raises:
-        Unsupported: there is state of an optimizer, or there are such options, and no such group.
+        Unsupported: there are several; or there is state of one, or there are such options, and no such group.
     """
+    refuse_several_optimizers(ckpt, trainer)
     held = [p for p in ckpt.leaves() if p[0] == "optim"]
     listed = any(p[1:2] == ("param_groups",) and p[3:] == ("params",) for p in held)
     if ckpt.salvage is None and not listed and any(by_parameter or p[1:2] == ("state",) for p in held):
@@ -289,8 +290,7 @@ def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) ->
         UsageError: no world size was given and the source has none.
         Unsupported: there are no weights, several optimizers, or parameters that cannot be numbered where they must be.
     """
-    refuse_several_optimizers(ckpt, "Accelerate")
-    refuse_unlisted_parameters(ckpt, "Accelerate")
+    refuse_unfit_optimizer(ckpt, "Accelerate")
     world = options.ranks(ckpt)
     placed: set[Path] = set()
     small = []
@@ -327,8 +327,7 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         UsageError: no world size was given and the source has none.
         Unsupported: there are no weights, several optimizers, or parameters that cannot be numbered where they must be.
     """
-    refuse_several_optimizers(ckpt, "Trainer")
-    refuse_unlisted_parameters(ckpt, "Trainer")
+    refuse_unfit_optimizer(ckpt, "Trainer")
     ckpt, lost = _without_tensor_counters(ckpt, (*_TRAINER_STATE, "stateful_callbacks"), "trainer_state.json")
     world = options.ranks(ckpt)
     placed: set[Path] = set()
@@ -391,8 +390,7 @@ def write_llamafactory(ckpt: Checkpoint, source: Source, options: WriteOptions) 
         Unsupported: there are no weights, several optimizers, parameters that no group lists, or that cannot be
             numbered where they must be.
     """
-    refuse_several_optimizers(ckpt, "LLaMA-Factory")
-    refuse_unlisted_parameters(ckpt, "LLaMA-Factory")
+    refuse_unfit_optimizer(ckpt, "LLaMA-Factory")
     if options.of(DirectoryOptions).state_dict_type == "full":
         raise UsageError(
             f"{argument('state_dict_type', 'full')}: LLaMA-Factory saves no such state; choose sharded or ddp.",
@@ -547,8 +545,7 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     Raises:
         UsageError: no world size was given and the source has none. Unsupported: there are several optimizers.
     """
-    refuse_several_optimizers(ckpt, "Lightning")
-    refuse_unlisted_parameters(ckpt, "Lightning")
+    refuse_unfit_optimizer(ckpt, "Lightning")
     plain = ("scheduler", "trainer.epoch", "trainer.global_step", *(f"extra.{key}" for key in _LIGHTNING_EXTRA))
     bare = [n for n in plain if n in ckpt.tensors]
     ckpt, lost = _without_entries(
@@ -721,8 +718,7 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
         UsageError: no world size was given and the source has none.
         Unsupported: there are several optimizers, or an option of a param group is a tensor.
     """
-    refuse_several_optimizers(ckpt, "torchtitan")
-    refuse_unlisted_parameters(ckpt, "torchtitan", by_parameter=True)
+    refuse_unfit_optimizer(ckpt, "torchtitan", by_parameter=True)
     if shared := next((n for n, t in ckpt.tensors.items() if t.path[:2] == ("optim", "param_groups")), None):
         raise Unsupported(
             f'"{shared}" is a tensor, one for all parameters of a group, and torchtitan keeps options by parameter. '
@@ -775,8 +771,7 @@ def write_torchtune(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     Raises:
         Unsupported: there are no weights, several optimizers, or the names are those of transformers.
     """
-    refuse_several_optimizers(ckpt, "torchtune")
-    refuse_unlisted_parameters(ckpt, "torchtune")
+    refuse_unfit_optimizer(ckpt, "torchtune")
     names = [str(t.path[1]) for t in ckpt.tensors.values() if t.path[0] == "model"]
     own = any(".sa_norm." in n for n in names)
     if not names or (not own and any(".self_attn." in n or "embed_tokens" in n for n in names)):

@@ -18,8 +18,7 @@ from .write_directories import (
     describe_other_schedulers,
     explain_missing_scheduler,
     find_only_scheduler,
-    refuse_several_optimizers,
-    refuse_unlisted_parameters,
+    refuse_unfit_optimizer,
     select_leaves_below,
     strip_paths,
 )
@@ -37,8 +36,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         UsageError: no world size was given and the source has none.
         Unsupported: there are no weights, or several optimizers.
     """
-    refuse_several_optimizers(ckpt, "xtuner")
-    refuse_unlisted_parameters(ckpt, "xtuner")
+    refuse_unfit_optimizer(ckpt, "xtuner")
     if ckpt.salvage is None and not any(t.path[0] == "model" for t in ckpt.tensors.values()):
         raise Unsupported(
             f"the checkpoint holds no model weights, and xtuner asks for them.{describe_weights_elsewhere(ckpt)}",
