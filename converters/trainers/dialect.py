@@ -225,7 +225,7 @@ def read(dialect: Dialect, where: Place, options: ReadOptions) -> Checkpoint:
     out = Checkpoint(dialect.name, source.root, None, [], [], {}, {}, trainer=dialect.title, config=config)
     parts = [*dialect.parts(source), *([DirectoryPart(LEFT_OVER, _OURS, "extra")] if source.exists(LEFT_OVER) else [])]
     of_engine = False
-    of_first_rank: set[str] = set()  # names of what the last part of no later rank has
+    of_first_rank: set[str] = set()  # canonical names in the first rank's file, while those of later ranks are read
     if options.only is not None:
         parts = [p for p in parts if _is_part_needed(p, options.only)]
     source.prefetch_ends(p.name for p in parts if p.layout in (DATA, TREE))
@@ -583,7 +583,8 @@ def _read_data_part(
         if part.layout == DATA:
             shared = part.rank and part.rank not in part.places.get(str(path[0]) if path else "", ())
             path = _to_canonical_path(part, path)
-            lacking -= {joined(path[:i]) for i in range(1, len(path) + 1)}  # an empty dict may have become a full one
+            if lacking:  # an empty dict of the first rank may be a full one here
+                lacking -= {joined(path[:i]) for i in range(1, len(path) + 1)}
             if shared and (known := whole.values.get(joined(path))) is not None and same_value(known.data, leaf):
                 continue
             if shared:
