@@ -347,9 +347,11 @@ def _fill_with_number(target: Tensor, number: int | float, name: str) -> None:
         target.fill_(float(number) if target.is_floating_point() else number)
         held = target.item()
     except (RuntimeError, OverflowError):  # torch does not convert NaN to an integer, nor numbers above its range
-        held = math.nan if math.isinf(number) else math.inf
-    rounded = type(number) is float and target.is_floating_point()
-    if held != number and not (rounded and math.isfinite(held) == math.isfinite(number)):
+        fits = False
+    else:
+        may_round = type(number) is float and target.is_floating_point()
+        fits = held == number or (may_round and math.isfinite(held) == math.isfinite(number))
+    if not fits:
         raise Unsupported(
             f'"{name}" is {number}, and the job has a tensor of {target.dtype} there, which cannot hold it.',
             code="CKPT0338",

@@ -124,7 +124,7 @@ class Reader:
         self._plain = type(source) is Source
         #: {file: (end of the last read, offset of its window, the window)}, a row for each thread that reads
         self._windows: dict[int, tuple[tuple[int, int, bytes], ...]] = {}
-        self._windows_held = 0
+        self._windows_held = 0  # rows with a window
 
     def blocks(self, jobs: Iterable[StreamJob], first: int = 0, *, checked: bool = True) -> Generator[Block]:
         """Yield the blocks of tensors, in the order of `jobs`.
@@ -307,9 +307,9 @@ class Reader:
             if 0 <= offset - end < _WINDOW // 4:
                 follows = row
         found = (offset + n, 0, b"")
-        if follows is not None and not follows[2] and self._windows_held >= _WINDOWS:
-            return False
         if follows is not None:
+            if not follows[2] and self._windows_held >= _WINDOWS:
+                return False
             name = self.files[file]
             window = self.source.read(name, offset, max(n, min(_WINDOW, self.source.size(name) - offset)))
             found = (offset + len(window), offset, window)

@@ -215,7 +215,7 @@ def _fill_in_optimizer(ckpt: Checkpoint, source: Source, out: Training) -> None:
         out.inlined[name] = Value(t.path, scalar)
     if groups and not params and (out.slots or out.scalars):
         raise Unsupported(
-            "The param groups list no parameters, so an engine cannot tell which hyperparameters are whose. Leave the "
+            "The param groups list no parameters, so no job can tell which hyperparameters are whose. Leave the "
             f"optimizer out with {argument('only', ['model'])}, or write dcp or full, which keep it as it is.",
             code="CKPT0316",
         )
