@@ -56,6 +56,7 @@ __all__ = [
     "KEEPS_NUMBERS",
     "ROLES",
     "CanonicalState",
+    "are_own_keys_readable",
     "canonical",
     "describe_weights_elsewhere",
     "find_misplaced_path",
@@ -471,6 +472,21 @@ def is_trainer_tree_readable(ckpt: Checkpoint) -> bool:
     the checkpoint keeps no such keys."""
     leaves = ckpt.leaves()
     return not ckpt.origin or restore_trainer_tree(leaves, ckpt.origin, same_bytes)[0] is not leaves
+
+
+def are_own_keys_readable(places: Mapping[Path, Path]) -> bool:
+    """Tell whether a reader would give entries beside model and optimizer the canonical paths again that they have.
+
+    Args:
+        places: {canonical path: the path in the trainer's tree}.
+    """
+    naming = _Naming({}, shape_of)
+    naming.rest = {place: path for path, place in places.items()}
+    try:
+        naming.name_rest()
+    except Corrupt:
+        return False
+    return len(naming.out) == len(places) and all(path == found for path, found in naming.out.items())
 
 
 #: The note if the trainer's own tree cannot be written.

@@ -1012,3 +1012,12 @@ def test_a_learning_rate_in_a_tensor_of_a_group_that_is_left_out_is_dropped_by_n
     done = ckpttool.convert(save(0, 2, 1), tmp_path / "out", to="zero1", world_size=2, drop=True)
     assert done.verified and [n for n, *_ in done.dropped] == ["optim.param_groups.2.lr"]
     assert ckpttool.verify(tmp_path / "out", read_data=True).recorded == "equal"
+
+
+def test_what_was_data_beside_a_component_stays_data_without_it(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(4, 2)}, "rng": {"torch": torch.arange(3)}, "rng_state": "mine", "extra": 5}
+    torch.save(state, tmp_path / "in.pt")
+    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="zero2", world_size=2, reset=["rng"])
+    with ckpttool.open(tmp_path / "out") as opened:
+        data = {n: v.data for n, v in opened.checkpoint.values.items() if n.startswith("extra.")}
+    assert done.verified and data == {"extra.rng_state": "mine", "extra.extra": 5}

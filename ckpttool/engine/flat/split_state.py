@@ -30,7 +30,12 @@ from ...formats.stored_tensors import Inline, flatten_tree
 from ...index.checkpoint import ITEMSIZE, Checkpoint, Path, TensorEntry, Value, joined, tied_weights
 from ...index.draft import Dropped
 from ...index.fqns import EXTRA_STATE, split_extra_state
-from ...index.names import describe_weights_elsewhere, original_path
+from ...index.names import (
+    CANONICAL_KEYS_NOTE,
+    are_own_keys_readable,
+    describe_weights_elsewhere,
+    original_path,
+)
 from ...index.trees import nest
 from ...storage.buffers import IOBudget
 from ...storage.source import Source
@@ -237,6 +242,7 @@ _OF_DEEPSPEED = {("extra", "ds_config"), ("extra", "buffer_names"), *(("trainer"
 def _fill_in_rest(ckpt: Checkpoint, out: Training) -> None:
     """Fill in `out` with the scheduler, the loss scaler, and everything else that is neither model nor optimizer."""
     leaves: dict[Path, Tree] = {}
+    places: dict[Path, Path] = {}  # {canonical path: the path in the trainer's tree}
     scheduler: dict[Path, Tree] = {}
     others: dict[str, None] = {}  # further optimizers
     for path, data in _iterate_leaves(ckpt):
@@ -247,12 +253,18 @@ def _fill_in_rest(ckpt: Checkpoint, out: Training) -> None:
         elif path[0] == "scaler" and len(path) == 2 and "scaler.cur_scale" in ckpt.values:
             out.scaler[str(path[1])] = data
         else:
-            leaves[path[1:] if path[:2] in _OF_DEEPSPEED else original_path(path, ckpt.origin)] = data
+            leaves[path] = data
+            places[path] = path[1:] if path[:2] in _OF_DEEPSPEED else original_path(path, ckpt.origin)
             if path[0] == "extra" and "param_groups" in path:
                 others[joined(path[1 : path.index("param_groups")])] = None
     out.scheduler = nest(scheduler) if scheduler else None
+    # data that was beside a component of its kind ("rng_state" beside "rng") would be that component without it
+    of_trainer = {path: place for path, place in places.items() if path[:2] not in _OF_DEEPSPEED}
+    if not are_own_keys_readable(of_trainer):
+        places |= {path: path for path in of_trainer}
+        out.notes.append(CANONICAL_KEYS_NOTE)
     if leaves:
-        out.rest = nest(leaves)
+        out.rest = nest({places[path]: data for path, data in leaves.items()})
     if others:
         out.notes.append(
             f"optimizers that are not that of the model are kept, and no engine loads them: {_list_some(list(others))}"
