@@ -66,7 +66,7 @@ def write_verl(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft
     world = options.ranks(ckpt)
     placed: set[Path] = set()
     loader = _make_loader_file(ckpt, placed)
-    extra, notes = _make_extra_state_files(ckpt, world, placed)
+    extra, notes = _make_extra_state_files(ckpt, options.of(VerlOptions).mesh_device, world, placed)
     rest, kept = collect_left_over_state(ckpt, placed)
     config = TorchFiles()
     config.literal("fsdp_config.json", bounded_json.encode({"FSDP_version": 2, "world_size": world}, indent=4) + b"\n")
@@ -99,9 +99,17 @@ def _make_loader_file(ckpt: Checkpoint, placed: set[Path]) -> list[SmallFile]:
     return [SmallFile("data.pt", {p[1:]: x for p, x in found.items()})]
 
 
-def _make_extra_state_files(ckpt: Checkpoint, world: int, placed: set[Path]) -> tuple[list[SmallFile], list[str]]:
-    """Return (one file per rank with the scheduler and, where all its parts are known, the rank's RNG state; notes for
-    the user). verl loads an RNG state only with all of its parts. `placed` gets the canonical paths in the files.
+def _make_extra_state_files(
+    ckpt: Checkpoint, device: str, world: int, placed: set[Path]
+) -> tuple[list[SmallFile], list[str]]:
+    """Return (one file per rank with the scheduler and, if the source has all of its parts, the rank's RNG state; notes
+    for the user). verl loads an RNG state only with all of its parts, one of which is that of the device.
+
+    Args:
+        ckpt: what is written.
+        device: type of the devices of the job: cuda, npu or cpu.
+        world: ranks of the job.
+        placed: gets the canonical paths that are in the files.
 
     Raises:
         Unsupported: the scheduler has a tensor, of which every rank would need a copy.
@@ -120,9 +128,9 @@ def _make_extra_state_files(ckpt: Checkpoint, world: int, placed: set[Path]) -> 
     for rank in range(world):
         name = f"extra_state_world_size_{world}_rank_{rank}.pt"
         own = {p: x for p, x in leaves.items() if p[0] == "rng" and len(p) == 3 and str(p[1]) == str(rank)}
-        if not {"cpu", "numpy", "python"} <= {p[2] for p in own}:
-            own = {}
         own = {p: x for p, x in own.items() if p[2] != "cuda" or isinstance(x, TensorEntry)}  # that of one device
+        if not {"cpu", "numpy", "python", device} <= {p[2] for p in own}:
+            own = {}
         placed |= set(own)
         rng: dict[Path, object] = {("rng", "random" if p[2] == "python" else p[2]): x for p, x in own.items()}
         files.append(SmallFile(name, {**saved, **rng}))

@@ -47,7 +47,8 @@ def state() -> dict[str, Any]:
 def test_every_rank_finds_its_rows_and_reading_again_gives_the_same_state(tmp_path: Path) -> None:
     tree = state()
     torch.save(tree, tmp_path / "a.pt")
-    ckpttool.convert(tmp_path / "a.pt", tmp_path / "step", to="verl", world_size=WORLD)
+    own = ckpttool.VerlOptions(mesh_device="cpu")
+    ckpttool.convert(tmp_path / "a.pt", tmp_path / "step", to="verl", world_size=WORLD, options=own)
     rows: dict[str, list[torch.Tensor]] = {}
     for rank in range(WORLD):
         model = loaded(tmp_path / "step", "model", rank)
@@ -58,7 +59,7 @@ def test_every_rank_finds_its_rows_and_reading_again_gives_the_same_state(tmp_pa
             x = model[name]
             assert (x.shape, x.device_mesh.device_type, x.device_mesh.mesh_dim_names) == (
                 whole.shape,
-                "cuda",
+                "cpu",
                 ("fsdp",),
             )
             assert x.device_mesh.mesh.tolist() == [0, 1, 2] and list(x.device_mesh.get_coordinate()) == [rank]
@@ -93,6 +94,22 @@ def test_every_rank_finds_its_rows_and_reading_again_gives_the_same_state(tmp_pa
 def _chunks(x: torch.Tensor) -> list[torch.Tensor]:
     parts = list(x.chunk(WORLD))
     return parts + [x[:0]] * (WORLD - len(parts))
+
+
+def test_on_gpus_an_rng_state_without_that_of_the_gpu_is_kept_beside_verl_s_files(tmp_path: Path) -> None:
+    """`load_rng_state` of verl asks for rng[device] and would end in a KeyError."""
+    tree = state()
+    tree["rng"]["2"]["cuda"] = torch.arange(16, dtype=torch.uint8)
+    torch.save(tree, tmp_path / "a.pt")
+    done = ckpttool.convert(tmp_path / "a.pt", tmp_path / "step", to="verl", world_size=WORLD)
+    states = [loaded(tmp_path / "step", "extra_state", rank) for rank in range(WORLD)]
+    assert ["rng" in s for s in states] == [False, False, True] and "cuda" in states[2]["rng"]
+    assert {
+        p.device_mesh.device_type for p in loaded(tmp_path / "step", "model", 1).values() if hasattr(p, "device_mesh")
+    } == {"cuda"}
+    assert not done.dropped and any("RNG states of 1 of 3 ranks" in note for note in done.notes)
+    with ckpttool.open(tmp_path / "step") as opened:
+        assert "rng.0.cpu" in opened.checkpoint.tensors
 
 
 def test_verl_s_own_files_at_another_world_size(tmp_path: Path) -> None:
