@@ -82,7 +82,7 @@ class CkpttoolError(Exception):
     """Anything ckpttool refuses or fails to do.
 
     `keeps_work`: whether what a run has written so far can still become the destination, so that the next run
-    continues. `code`: that of its cause, "CKPT0412".
+    continues. `code`: the kind of failure, such as "CKPT0412"; None for that of the class.
 
     Its text is safe to print, whatever names are in it: one line, with escapes for what does not print (`args[0]` has
     it as it was made). `listing` are lines of ours below it.

@@ -78,7 +78,8 @@ def prune(
 
     Raises:
         UsageError: no policy is given, or an invalid one.
-        Corrupt: the ledger is damaged, or missing although there are archives; nothing was deleted.
+        Corrupt: the ledger is damaged, or, without `no_ledger`, missing although there are archives; nothing was
+            deleted.
         RemoteError, CkpttoolError: the store or the ledger cannot be read or written.
     """
     _check_policies(keep_last, keep_within, keep_every)

@@ -389,8 +389,8 @@ def explain_diverged_replicas(ckpt: Checkpoint, rows: Sequence[OtherCopy]) -> st
 
 
 def find_diverged_replicas(ckpt: Checkpoint) -> list[OtherCopy]:
-    """Find the replicas that should equal the kept ones: of weights, optimizer state and gradient scalers, but not of
-    module statistics.
+    """Find the replicas that differ from the kept ones and should not: of floating-point weights, optimizer state and
+    gradient scalers, but not of module statistics.
 
     A tensor of the model that every rank saved completely counts as a buffer, which each rank may have its own of, if
     the weights are sharded and the optimizer does not know it.

@@ -41,9 +41,10 @@ class Dropped(NamedTuple):
 class Sink(Protocol):
     """Transforms the bytes of a file on their way to the disk: compression, encryption.
 
-    `at` counts the bytes appended. If `resumable`, `flush` writes everything that is buffered. A later sink that gets
-    the same bytes from the beginning can use `state` (JSON) to check what this one has written instead of writing it
-    again.
+    `append` takes the next bytes, which may stay in a buffer, and `at` counts them. If `resumable`, `flush` writes
+    everything that is buffered. A later sink that gets the same bytes from the beginning can use `state` (JSON) to
+    check what this one has written instead of writing it again. `finish` writes the end of the file; `close` stops its
+    threads, also after a failure.
     """
 
     @property

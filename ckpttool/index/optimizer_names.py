@@ -216,7 +216,7 @@ def _as_parameter_number(x: object) -> Any:
 
 def _group_by_options(flat: Mapping[str, Mapping[Path, object]]) -> dict[int, dict[Path, object]]:
     """Make param groups, {number: {path of an option: leaf}}, of {parameter: its options}: parameters with equal
-    options were, or could have been, in one group."""
+    options were, or could have been, in one group. They are listed under ("params",)."""
     out: list[tuple[Mapping[Path, object], list[str]]] = []
     for fqn, options in flat.items():
         for known, members in out:

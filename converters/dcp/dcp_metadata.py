@@ -82,8 +82,12 @@ class _Bytes(_Inert):
 
 
 class _Stored:
-    """The places of the items of one flat key, in columns: `starts` is flat, and `dims` are the numbers of dimensions
-    of the places, None for a value."""
+    """The stored items of one flat key of .metadata, in columns with a row for each: the number of its file, its offset
+    and length in bytes.
+
+    `starts` has the starts of the chunks one after the other, without a gap. `dims` are the numbers of dimensions that
+    were met, None for a value that is no tensor.
+    """
 
     __slots__ = ("dims", "file", "length", "offset", "starts", "transforms")
 

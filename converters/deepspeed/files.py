@@ -403,7 +403,8 @@ def build_entry_from_ranges(shape: tuple[int, ...], dtype: str, path: Path, cuts
         shape: the shape of the tensor.
         dtype: its dtype.
         path: its canonical path.
-        cuts: the ranges, each with its place in a file.
+        cuts: the ranges in the order of the elements, each with its place in a file; whether they cover the tensor is
+            not checked here.
     """
     chunks, item = Chunks(len(shape)), ITEMSIZE[dtype]
     for first, last, file, offset in cuts:

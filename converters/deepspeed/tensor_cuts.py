@@ -278,7 +278,8 @@ def build_universal_info(info: Mapping[str, object], cuts: Mapping[str, Paramete
 
 
 def encode_cut(cut: ParameterCut) -> dict[str, Any]:
-    """Return how the ranks share a parameter as affine_map stores it."""
+    """Return the entry of one parameter in DeepSpeed's affine_map (see the top of this module): {"logical_shape",
+    "ranks": {rank: {"shard_shape", "pieces"}}}."""
     by_rank = {}
     for r, part in enumerate(cut.parts):
         mine = sorted((held[r], box, sorted(held)) for box, held in cut.pieces if r in held)

@@ -478,11 +478,11 @@ class SavePlan:
             self.rest["scaler"] = self.state.scaler  # an engine of this precision scales no loss, but nothing is lost
         return {}
 
-    def added_state(self, groups: list[dict[str, tuple[int, ...]]]) -> list[str]:
+    def list_added_state(self, groups: list[dict[str, tuple[int, ...]]]) -> list[str]:
         """Return the names of the optimizer state that is added for parameters without any: zeros, and the step of
         their group.
 
-        A note is added with the number of these parameters. `groups` is [{name: shape}], the parameters in each flat
+        If there are any, a note is added with their number. `groups` is [{name: shape}], the parameters in each flat
         tensor.
         """
         out = []
@@ -528,7 +528,11 @@ class SavePlan:
         return out
 
     def slot_entry(self, fqn: str, slot: str) -> TensorEntry:
-        """Return a slot of the parameter `fqn`, with the dtype to be written."""
+        """Return the entry of an optimizer slot ("exp_avg") of the parameter `fqn`, with the dtype to be written.
+
+        Raises:
+            KeyError: it has no such slot, as the parameters in `state.fresh`.
+        """
         t = self.state.slots[fqn][slot]
         return replace(t, dtype=self.cast(joined(t.path), t.dtype))
 
@@ -697,7 +701,7 @@ class ModelStateFiles:
         """
         plan = self.plan
         values, changed = plan.values_to_be()
-        added = plan.added_state(self.groups)
+        added = plan.list_added_state(self.groups)
         return files.draft(
             replace(ckpt, tensors={**ckpt.tensors, **self.tensors}, values=values),
             {**sources, **self.sources},

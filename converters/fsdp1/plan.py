@@ -275,7 +275,7 @@ def _lay_out_flats(
     align: int | None,
     world: int,
 ) -> list[Flat]:
-    """Lay out one flat parameter for every wrapped module.
+    """Lay out one flat parameter for the root and every wrapped module that has parameters of its own.
 
     Args:
         names: the parameters, in the order of the model.
@@ -327,8 +327,8 @@ def _lay_out_flats(
 def _check_given_flats(
     given: FlatLayout, state: Training, params: set[str], options: WriteOptions, world: int
 ) -> list[Flat]:
-    """Compare the flat layout that the user gave with the model; return its flat parameters, padded at the end for
-    `world` ranks.
+    """Compare the flat layout that the user gave with the model; return its flat parameters, with
+    use_orig_params padded at the end to a multiple of `world`.
 
     `params` are the names of all parameters, trained or frozen.
 

@@ -419,9 +419,12 @@ class _Reading:
         """Return a plain tensor of an item that metadata.pkl does not have: one rank's, or the same on all. `column` is
         what each rank has there.
 
+        With `allow_equal_ranks` the first rank's is read, and a note names the ranks whose bytes are known to differ.
+
         Raises:
-            Corrupt: the first rank has no tensor there. Unsupported: ranks have tensors of different dtypes or shapes,
-                or other values; or different ones, and `allow_equal_ranks` is not set.
+            Corrupt: the first rank has no tensor there.
+            Unsupported: dtypes or shapes differ, or a rank has no tensor; or, without `allow_equal_ranks`, the bytes
+                differ or have no CRC32 to compare.
         """
         name = joined(path)
         (r, first), *others = column

@@ -380,8 +380,12 @@ def _list_some(names: list[str]) -> str:
 
 
 def _find_tied(ckpt: Checkpoint, source: Source, out: Training, trained: set[str]) -> dict[str, str]:
-    """Return {alias: owner} of tied weights; the owner is the one in `trained`, the parameters that a group lists, or
-    else comes first."""
+    """Return {alias: owner} of tied weights: those with one place in the files and, beside an optimizer, untrained
+    matrices with the bytes of a trained one, which are read.
+
+    Args:
+        trained: FQNs of the parameters that a group lists; one of these is the owner, or else the first.
+    """
     pairs = tied_weights(out.tensors)
     if trained:  # a state dict that stores both of a tied pair has them as two tensors with the same bytes
         pairs.update(_find_equal_matrices(ckpt, source, out, trained, pairs))

@@ -328,7 +328,7 @@ class _RateReporter:
         """Report progress to the watchdog, and at most every two seconds a line to the status.
 
         Args:
-            what: is done, such as "load".
+            what: the work that is being done, such as "load".
             done, total: bytes of this rank.
         """
         report_progress()
