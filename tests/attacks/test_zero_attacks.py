@@ -507,7 +507,7 @@ ODD: dict[str, Any] = {
     "client state called scheduler": model(lambda t: t.update(scheduler={"a": 1}, lr_scheduler={"b": 2})),
     "client state called per_rank": model(put("per_rank", {"1": {"q": 5}})),
     "client state of NaN": model(put("loss", float("nan"))),
-    "20,000 client keys": many(20_000),
+    "5,000 client keys": many(5_000),
     "client state 90 deep": model(lambda t: t.update(x=[[[[[[[[[[[[1]]]]]]]]]]]])),
     "a scaler with a state of its own": optim(put("loss_scaler", LossScaler(cur_scale=5.0, dynamic=True, x={"a": [1]}))),
     "a pipe for latest": lambda folder, _: (zero3(job(), folder, 2), os.unlink(folder / "latest"), os.mkfifo(folder / "latest"), folder)[-1],
@@ -623,7 +623,7 @@ def test_a_save_that_is_odd_is_read_as_the_state_of_its_job(
     assert difference({k: t for k, t in found.items() if k != "model.c"}, job().truth()) == []
     assert everything_below(tmp_path) == before | {str(home / "out.pt")}
     assert not canary.exists()
-    if name.startswith(("client", "20,000")):  # and what the client said is not lost on the way to another engine
+    if name.startswith(("client", "5,000")):  # and what the client said is not lost on the way to another engine
         ckpttool.convert(source, home / "again", to="zero3", world_size=2)
         with ckpttool.open(source) as a, ckpttool.open(home / "again") as b:
             wanted, kept = ({n: repr(v.data) for n, v in x.checkpoint.values.items()} for x in (a, b))

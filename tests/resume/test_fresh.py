@@ -39,7 +39,7 @@ JOBS = REPOSITORY / "tests" / "live" / "fresh_jobs.py"
 SOUND = sample(
     "sound jobs of --fresh",
     ("warmup", "muon", "soap", "batch_norm", "low", "schedule_free", "dropout", "milestones", "own_save", "wrapped", "own_sharding"),
-    ("muon", "batch_norm", "dropout", "own_save"),
+    ("muon", "dropout", "own_save"),
 )  # fmt: skip
 #: Jobs with a fault of their own -> the checks that must fail first, and no others before them.
 FAULTS = {
