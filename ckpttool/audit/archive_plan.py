@@ -171,6 +171,8 @@ def make_plan(
         _add_split_point(plan, at, 1, False)
         between = tarball.make_padding(size)
         at += len(between)
+    if not grouped:
+        _add_split_point(plan, at, 1, False)  # where the small files begin
     plan.end = at
     return plan
 

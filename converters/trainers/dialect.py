@@ -347,9 +347,8 @@ def _read_checkpoint_part(source: Source, part: DirectoryPart, options: ReadOpti
         elif not named <= set(model) and {to_saved_peft_name(n) for n in named} <= set(model):
             found = with_peft_names(found, saved=True)
     if not found.tensors and not found.values:
-        found.notes.append(
-            f"{part.name} holds no tensors: the trainer saved no {_CALLED.get(part.component, part.component)} there"
-        )
+        kind = _CALLED.get(part.component, part.component)
+        found.notes.append(f"{part.name or 'the folder'} holds no tensors: the trainer saved no {kind} there")
     if is_folder:
         found.files = [f"{part.name}/{f}" for f in found.files]
     if part.component == "extra":  # weights that are not those of the model: an adapter next to it

@@ -732,3 +732,11 @@ def test_a_damaged_frame_of_many_tensors_is_one_line(tmp_path: Path) -> None:
     assert line.startswith("wrong: ") and line.endswith(" and 46 more") and "The same frame holds model.layer." in line
     found = json.loads(ckpttool_here("audit", "verify", tmp_path / "a.tar.zst", "--json").stdout)
     assert len({f["tensor"] for f in found["findings"]}) == 50
+
+
+def test_an_archive_of_a_state_without_tensors(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "scheduler": {"last_epoch": 3}}, tmp_path / "in.pt")
+    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "a.tar.zst", only=["scheduler"])
+    assert done.verified and not verify(str(tmp_path / "a.tar.zst")).findings
+    ckpttool.convert(tmp_path / "a.tar.zst", tmp_path / "out.pt", to="full")
+    assert torch.load(tmp_path / "out.pt", weights_only=True) == {"scheduler": {"last_epoch": 3}}

@@ -236,7 +236,9 @@ def case(number: int, work: Path) -> dict[str, Any]:
             try:
                 done = converted(path, target, to, 1 + r.randrange(3), **({} if k else options))
                 wrong = unaccounted(path, target, done) if k or not options else []
-                if (found := ckpttool.verify(target, read_data=True)).recorded != "equal":
+                found = ckpttool.verify(target, read_data=True)
+                # an archive records digests of tensors; its values have the hash that reading checks
+                if found.recorded != "equal" and not (to == "audit" and found.tensors == 0):
                     wrong.append(f"verify says of the record of {to}: {found.recorded}")
             except Unsupported as e:
                 return out | {"status": "refused", "why": str(e)}
