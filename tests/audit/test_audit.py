@@ -738,5 +738,6 @@ def test_an_archive_of_a_state_without_tensors(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(2)}, "scheduler": {"last_epoch": 3}}, tmp_path / "in.pt")
     done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "a.tar.zst", only=["scheduler"])
     assert done.verified and not verify(str(tmp_path / "a.tar.zst")).findings
-    ckpttool.convert(tmp_path / "a.tar.zst", tmp_path / "out.pt", to="full")
-    assert torch.load(tmp_path / "out.pt", weights_only=True) == {"scheduler": {"last_epoch": 3}}
+    ckpttool.convert(tmp_path / "a.tar.zst", tmp_path / "out", to="dcp", world_size=1)
+    with open_checkpoint(tmp_path / "out") as opened:
+        assert {n: v.data for n, v in opened.checkpoint.values.items()} == {"scheduler.last_epoch": 3}
