@@ -23,6 +23,7 @@ __all__ = [
     "Plans",
     "create_optimizer_state",
     "get_saved_groups_and_state",
+    "is_machine_error",
     "list_optimizers",
     "make_options_restorer",
     "map_parameters_to_optimizers",
@@ -36,6 +37,14 @@ OWN_FLAGS = frozenset(("foreach", "fused", "capturable", "differentiable"))
 ParamGroup = dict[str, Any]
 #: [(live param group, the checkpoint's group with its options)]
 Plans = Sequence[tuple[ParamGroup, ParamGroup]]
+
+
+def is_machine_error(error: Exception) -> bool:
+    """Tell whether an error of torch is of the machine and not of the checkpoint: a GPU without memory or with a failed
+    kernel, or a lost rank."""
+    import torch
+
+    return isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError))
 
 
 def list_optimizers(optimizer: Optimizers) -> tuple[Any, ...]:
@@ -212,6 +221,8 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer, wanted: Sequence[ob
             restore()
             step()
     except Exception as e:
+        if is_machine_error(e):
+            raise
         raise DoesNotFit(
             f"{type(optimizer).__name__} of the job creates no state: its step fails with zero gradients "
             f"({type(e).__name__}: {str(e).partition('. ')[0].rstrip('.')}). Give the job an optimizer that can train "

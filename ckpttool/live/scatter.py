@@ -218,6 +218,7 @@ def _group_pieces(pieces: Iterable[ReadPiece], tuning: Tuning) -> Iterator[list[
             and not p.every
             and not group[-1].every
             and p.file == group[0].file
+            and p.target.device == group[0].target.device  # the copies of a group are in the stream of one device
             and 0 <= p.offset - end <= tuning.gap_bytes
             and total + p.length + 16 <= tuning.stage_bytes
             and len(group) < _VECTORS // 2

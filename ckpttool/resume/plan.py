@@ -323,6 +323,10 @@ def _list_float_dtypes(path: str | os.PathLike[str], reading: OpenOptions) -> li
 # ------------------------------------------------------------------------------------------------ devices and ranks
 
 
+#: Files of drivers of GPUs: NVIDIA's, AMD's (ROCm), and that of WSL2. Importing torch to ask takes seconds.
+_DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
+
+
 def choose_device(wanted: str) -> tuple[str, int]:
     """Choose where the job computes: ("cuda", number of GPUs of this machine) or ("cpu", 0).
 
@@ -333,7 +337,7 @@ def choose_device(wanted: str) -> tuple[str, int]:
     """
     if wanted not in ("auto", "cuda", "cpu"):
         raise UsageError(f"{argument('device', wanted)}: choose auto, cuda or cpu.", code="CKPT0203")
-    if wanted == "cpu" or (wanted == "auto" and not glob.glob("/dev/nvidia[0-9]*")):
+    if wanted == "cpu" or (wanted == "auto" and not any(map(glob.glob, _DEVICE_FILES))):
         return "cpu", 0
     import torch
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import ckpttool
 from ckpttool.live.reader import ReadRequest
-from ckpttool.live.scatter import Tuning
+from ckpttool.live.scatter import ReadPiece, Tuning, _group_pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -191,3 +191,11 @@ def test_what_is_on_another_device_is_never_taken_for_host_memory(
     dcp.load(tree, storage_reader=ckpttool.storage_reader(path), no_dist=True)
     assert all(type(t) is OnDevice for t in tree["model"].values())
     assert [n for n, t in known.items() if not same(tree["model"][n].as_subclass(Tensor), t)] == []
+
+
+def test_what_goes_to_two_devices_is_read_by_two_calls() -> None:
+    """The copies of one call are in the stream of one device, and only that one is waited for."""
+    on = [torch.empty(4, device=device) for device in ("cpu", "meta", "meta", "cpu")]
+    pieces = [ReadPiece(0, 16 * k, 16, None, t, "float32") for k, t in enumerate(on)]
+    groups = list(_group_pieces(pieces, Tuning()))
+    assert [[p.target.device.type for p in group] for group in groups] == [["cpu"], ["meta", "meta"], ["cpu"]]

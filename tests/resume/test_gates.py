@@ -37,6 +37,7 @@ def run(**fields: object) -> Trace:
         ("NVIDIA H200", 989e12),
         ("NVIDIA H200 NVL", 835e12),
         ("NVIDIA H20", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA GH200 480GB", 989e12),
         ("NVIDIA B200", 2250e12),
         ("NVIDIA GB200", 2500e12),

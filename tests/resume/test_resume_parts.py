@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
 from dataclasses import dataclass, fields, replace
 from inspect import signature
@@ -23,13 +24,14 @@ import ckpttool
 from ckpttool.engine.opening import OpenOptions
 from ckpttool.errors import Corrupt, Unsupported, UsageError
 from ckpttool.formats.pickles import Truncated
+from ckpttool.live.job_optimizers import create_optimizer_state
 from ckpttool.options import ReadKeywords
 from ckpttool.resume import verify as launch
 from ckpttool.resume.compare.bounds import have_same_micro_batch_shape
 from ckpttool.resume.job.peft_model import add_lora_layers
 from ckpttool.resume.plan import choose_mesh, find_start_step
 from ckpttool.resume.ranks import launch as ranks
-from ckpttool.resume.ranks import worker
+from ckpttool.resume.ranks import torchrun, worker
 from ckpttool.resume.request import (
     RunSettings,
     VerifyKeywords,
@@ -383,14 +385,39 @@ def test_buffers_that_no_checkpoint_has_are_those_of_the_recorded_job(tmp_path: 
 def test_kernels_of_a_gpu_are_those_of_the_recorded_job() -> None:
     try:
         use_numerics(True, {})
-        assert read_numerics() == {"deterministic": True, "tf32": False, "bf16_reduced_precision": False}
-        known = {"deterministic": False, "tf32": True, "bf16_reduced_precision": True}
+        assert read_numerics() == {
+            "deterministic": True,
+            "tf32": False,
+            "cudnn_tf32": False,
+            "bf16_reduced_precision": False,
+        }
+        known = {"deterministic": False, "tf32": True, "cudnn_tf32": False, "bf16_reduced_precision": True}
         use_numerics(False, known)
         assert read_numerics() == known
+        use_numerics(False, {"tf32": False})
+        assert read_numerics()["cudnn_tf32"], "torch's default, where an older recording does not say"
         torch.use_deterministic_algorithms(True, warn_only=True)
         assert read_numerics()["deterministic"] is False, "attention adds in any order with warn_only"
     finally:
         use_numerics(False, {"tf32": False, "bf16_reduced_precision": True})
+
+
+def test_tf32_that_was_set_by_torch_s_newer_names_is_read_and_overruled() -> None:
+    """transformers does so for `tf32=True`; torch then raises RuntimeError where `allow_tf32` is read."""
+    code = """if True:
+        import torch
+        from ckpttool.resume.trace.numerics import read_numerics, use_numerics
+        torch.backends.fp32_precision = "tf32"
+        first = read_numerics()
+        use_numerics(True, {})
+        then = read_numerics()
+        print(first["tf32"], first["cudnn_tf32"], then["tf32"], then["cudnn_tf32"])
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True", "False", "False"]
+
+
+def test_runs_of_one_device_share_its_kernels() -> None:
     a = Trace(
         micro_batch=4, sequence=8, dtype="bf16", device="cuda", global_batch=8, environment={"deterministic": True}
     )
@@ -666,3 +693,73 @@ def test_the_probe_leaves_in_evaluation_mode_what_the_job_keeps_there(built: str
         dist.destroy_process_group()
     assert seen == [False] and trace.probe["agree"] is True
     assert [model.training, model[0].training, model[1].training] == [True, True, built == "eval"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "lost"),
+    [
+        ("DistBackendError", "NCCL error: invalid usage, Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 0", False),
+        ("DistBackendError", "ncclSystemError: System call (e.g. socket, malloc) failed. No network interface found", False),
+        ("DistBackendError", "ncclRemoteError: possibly due to a network error or a remote process exiting prematurely.", True),
+        ("DistBackendError", "Last error: Connection closed by remote peer node3", True),
+        ("DistNetworkError", "The client socket has failed to connect", True),
+    ],
+)  # fmt: skip
+def test_an_error_of_nccl_is_of_a_lost_rank_if_it_says_so(kind: str, text: str, lost: bool) -> None:
+    assert torchrun.is_lost_peer_error(getattr(torch.distributed, kind)(text)) is lost
+
+
+@pytest.mark.parametrize(
+    ("environment", "count", "gpu"),
+    [
+        ({"RANK": "5", "LOCAL_RANK": "1"}, 4, 1),
+        ({"RANK": "5", "SLURM_LOCALID": "3"}, 4, 3),
+        ({"RANK": "5", "SLURM_LOCALID": "3"}, 1, 0),
+        ({"RANK": "5"}, 4, 1),
+    ],
+)
+def test_a_rank_has_the_gpu_of_its_number_on_the_machine(
+    environment: dict[str, str], count: int, gpu: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert torchrun._choose_gpu(count) == gpu
+    monkeypatch.setenv("LOCAL_RANK", "8")
+    with pytest.raises(UsageError, match="LOCAL_RANK is 8, and this rank sees"):
+        torchrun._choose_gpu(count)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_the_generator_of_a_gpu_is_restored_from_one_state_or_from_a_list(
+    several: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the second GPU, which a stand-in for torch.cuda takes the state of."""
+    of_gpus = [torch.full((16,), k, dtype=torch.uint8) for k in range(2)]
+    own = {"cpu": torch.get_rng_state(), "cuda": of_gpus if several else of_gpus[1]}
+    torch.save({"model": {"w": torch.ones(1)}, "rng": {"0": own}}, tmp_path / "a.pt")
+    torch.save({"model": {"w": torch.ones(1)}, "rng": {"0": {"cpu": own["cpu"]}}}, tmp_path / "b.pt")
+    given: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", given.append)
+    settings = RunSettings(source="", keep_dropout=True, device="cuda")
+    out, without = Trace(), Trace()
+    with ckpttool.open(tmp_path / "a.pt") as opened:
+        worker._restore_random_states(settings, opened, out)
+    with ckpttool.open(tmp_path / "b.pt") as opened:
+        worker._restore_random_states(settings, opened, without)
+    assert out.environment["rng_restored"] and len(given) == 1 and torch.equal(given[0], of_gpus[1])
+    assert without.environment["rng_restored"] is False and "no generators of GPUs" in without.notes[0]
+
+
+def test_a_gpu_without_memory_is_not_a_checkpoint_that_does_not_fit() -> None:
+    class Full(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    optimizer = Full([torch.nn.Parameter(torch.ones(2))])
+    with pytest.raises(torch.OutOfMemoryError):
+        create_optimizer_state(optimizer, list(optimizer.param_groups[0]["params"]), [])

@@ -227,6 +227,9 @@ def _find_device(asked: str) -> torch.device:
     try:
         device = torch.device(asked)
         torch.zeros(1, device=device).item()  # "meta" is a device that computes nothing
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # kernels of other libraries compute on the current one
+            torch.backends.cudnn.allow_tf32 = False  # convolutions in float32, too
     except (RuntimeError, AssertionError) as e:
         raise UsageError(f"{argument('device', asked)}: {str(e).splitlines()[0]}", code="CKPT0219") from None
     return device

@@ -48,10 +48,10 @@ PEAKS: tuple[tuple[str, float, str], ...] = (
 
 
 def find_peak_flops(device: str | None) -> float | None:
-    """Return the dense bf16 peak of a GPU in FLOP/s, by its CUDA device name; None if `PEAKS` lacks it or `device`
-    is None."""
+    """Return the dense bf16 peak of a GPU in FLOP/s, by its CUDA device name; None if `PEAKS` lacks it, for a part of a
+    GPU (MIG), or if `device` is None."""
     for pattern, flops, _ in PEAKS:
-        if device and re.search(pattern, device):
+        if device and " MIG " not in device and re.search(pattern, device):
             return flops
     return None
 

@@ -15,6 +15,7 @@ there: addresses that nobody listens on, and the word that the job has stalled. 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -26,6 +27,7 @@ from typing import Any, NoReturn
 
 from ...errors import CkpttoolError, RankLost, UsageError, argument
 from ...live.collectives import gather_objects
+from ...printable import count_noun
 from ..job.watchdog import Beat, Watch, beat_from_json, beat_to_json, choose_beat_period, enter_stage, publishing_beats
 from ..request import Status
 from ..trace.numerics import set_cuda_environment
@@ -136,7 +138,7 @@ def joined_job(device: str, deterministic: bool, timeout: float, meeting: str | 
     ours = not dist.is_initialized()
     if ours:
         if device == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(_choose_gpu(torch.cuda.device_count()))
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         patience = timedelta(seconds=timeout + _LONGER)
         if meeting is not None:
@@ -160,6 +162,25 @@ def joined_job(device: str, deterministic: bool, timeout: float, meeting: str | 
         _LastingJob.group = dist.new_group(backend="gloo", timeout=_JUDGING)
     elif ours:
         dist.destroy_process_group()
+
+
+def _choose_gpu(count: int) -> int:
+    """Return the number of this rank's GPU among the `count` that it sees: LOCAL_RANK, srun's SLURM_LOCALID, or, where
+    neither is set, RANK by turns.
+
+    Raises:
+        UsageError: there is no such GPU.
+    """
+    name = next((n for n in ("LOCAL_RANK", "SLURM_LOCALID") if os.environ.get(n)), None)
+    if name is None:
+        return int(os.environ["RANK"]) % count
+    if (number := int(os.environ[name])) >= count and name == "LOCAL_RANK":
+        raise UsageError(
+            f"LOCAL_RANK is {number}, and this rank sees {count_noun(count, 'GPU')}. Start as many ranks on a machine "
+            "as it has GPUs; where the scheduler gives each rank a GPU of its own, set LOCAL_RANK=0.",
+            code="CKPT0219",
+        )
+    return number % count  # srun with a GPU for each task shows one
 
 
 def _agree_on_store_prefix(store: Any, rank: int, world: int, patience: timedelta) -> Any:
@@ -220,9 +241,14 @@ def _make_join_error(e: Exception) -> CkpttoolError:
 
 
 def is_lost_peer_error(e: BaseException) -> bool:
-    """Tell whether an error, as gloo and NCCL raise it, means that another rank is gone."""
+    """Tell whether an error, as gloo and NCCL raise it, means that another rank is gone.
+
+    NCCL raises one class for everything, also for an error of this rank's own GPU; its text names the other end.
+    """
     import torch.distributed as dist
 
+    if isinstance(e, dist.DistBackendError):
+        return re.search(r"remote p|closed by|by peer|timeout|timed out", str(e), re.IGNORECASE) is not None
     return isinstance(e, dist.DistError) or "by peer" in str(e)
 
 

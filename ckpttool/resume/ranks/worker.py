@@ -19,7 +19,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -30,7 +30,7 @@ from ...errors import CkpttoolError, CommandLine, DoesNotFit, name_flags
 from ...index.checkpoint import Checkpoint, Value
 from ...index.fqns import split_extra_state
 from ...live.collectives import do_all_ranks_meet, gather_objects
-from ...live.job_optimizers import list_optimizers, make_options_restorer
+from ...live.job_optimizers import is_machine_error, list_optimizers, make_options_restorer
 from ...live.load import load_opened
 from ...live.plain_values import is_lossless_cast, to_torch_dtype
 from ...live.shared_index import open_index_together
@@ -408,6 +408,8 @@ def _load_checkpoint(
         except CkpttoolError as e:
             problem, fits = " ".join(str(e).split()), not isinstance(e, DoesNotFit)
         except (RuntimeError, ValueError, KeyError) as e:  # torch's own, where it sets the state of a live job
+            if is_machine_error(e):
+                raise
             problem = f"{type(e).__name__}: {e}"
 
     if problem is None:
@@ -570,20 +572,26 @@ def _restore_random_states(settings: RunSettings, opened: OpenCheckpoint, out: T
     import torch
     import torch.distributed as dist
 
-    states = {t.path[1:]: n for n, t in opened.locate().tensors.items() if t.component == "rng" and t.dtype == "uint8"}
-    ranks = {str(path[0]) for path in states}
-    out.environment["rng_restored"] = ranks == {str(r) for r in range(dist.get_world_size())}
-    if not out.environment["rng_restored"]:
-        out.notes.append("dropout is active, and the checkpoint has no generators for this world size")
+    states: dict[str, dict[tuple[str, ...], str]] = {}  # {rank: {the rest of the path: name of a state}}
+    for n, t in opened.locate().tensors.items():
+        if t.component == "rng" and t.dtype == "uint8":
+            states.setdefault(str(t.path[1]), {})[tuple(map(str, t.path[2:]))] = n
+    on_gpu = settings.device == "cuda"
+    kept = states.keys() == {str(r) for r in range(dist.get_world_size())}
+    complete = kept and (not on_gpu or all(any(key[0] == "cuda" for key in keys) for keys in states.values()))
+    out.environment["rng_restored"] = complete
+    if not complete:
+        lacking = "of GPUs" if kept else "for this world size"
+        out.notes.append(f"dropout is active, and the checkpoint has no generators {lacking}")
         return
-    for path, n in states.items():
-        if str(path[0]) != str(dist.get_rank()):
-            continue
-        state = torch.frombuffer(bytearray(opened.read(n)), dtype=torch.uint8)
-        if path[-1] in ("torch", "cpu"):
-            torch.set_rng_state(state)
-        elif path[-1] == "cuda" and settings.device == "cuda":
-            torch.cuda.set_rng_state(state)
+    # of its GPU a rank has one state, or a list of all GPUs that it sees (torch.cuda.get_rng_state_all)
+    setters: dict[tuple[str, ...], Callable[[torch.Tensor], None]]
+    setters = {("torch",): torch.set_rng_state, ("cpu",): torch.set_rng_state}
+    if on_gpu:
+        setters["cuda",] = setters["cuda", str(torch.cuda.current_device())] = torch.cuda.set_rng_state
+    for key, n in states[str(dist.get_rank())].items():
+        if key in setters:
+            setters[key](torch.frombuffer(bytearray(opened.read(n)), dtype=torch.uint8))
 
 
 # ---------------------------------------------------------------------------------------------------------- a launch

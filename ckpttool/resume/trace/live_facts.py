@@ -403,12 +403,12 @@ def _find_version(package: str) -> str | None:
         return None
 
 
-def choose_collective_device(model: torch.nn.Module) -> torch.device:
+def choose_collective_device(model: torch.nn.Module | None) -> torch.device:
     """Return the torch.device for collectives: that of the parameters, or with NCCL this rank's GPU if they are on
-    the CPU."""
+    the CPU, or if there is no model (None)."""
     import torch
 
-    on = next((p.device for p in model.parameters()), torch.device("cpu"))
+    on = next((p.device for p in model.parameters()), torch.device("cpu")) if model is not None else torch.device("cpu")
     if torch.distributed.is_initialized() and "nccl" in str(torch.distributed.get_backend()) and on.type == "cpu":
         return torch.device("cuda", torch.cuda.current_device())
     return on

@@ -5,7 +5,7 @@ Two runs of one job are equal bit for bit only with the same kernels. By default
 H100, whose backward pass adds in any order; `use_deterministic_algorithms(True, warn_only=True)` does not change that,
 and without `warn_only` torch picks flash attention in its deterministic form
 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `check_cudnn_deterministic`, and attention_backward.cu; measured
-in tests/gpu). A recorded job is compared with a run that computes as it did.
+on an H100). A recorded job is compared with a run that computes as it did.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ...errors import Unsupported, argument
 from .records import NumericsRecord
@@ -46,14 +46,18 @@ def set_cuda_environment() -> None:
 
 
 def read_numerics() -> NumericsRecord:
-    """Return the settings of this process that decide which kernels CUDA runs."""
+    """Return the settings of this process that decide which kernels CUDA runs.
+
+    TF32 is read by `fp32_precision` (torch 2.9), since `allow_tf32` raises RuntimeError once that was set.
+    """
     import torch
 
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    matmul = torch.backends.cuda.matmul
+    matmul, cudnn = torch.backends.cuda.matmul, cast("Any", torch.backends.cudnn)
     return {
         "deterministic": strict,
-        "tf32": bool(matmul.allow_tf32),
+        "tf32": matmul.fp32_precision == "tf32",
+        "cudnn_tf32": cudnn.conv.fp32_precision == "tf32",
         "bf16_reduced_precision": bool(matmul.allow_bf16_reduced_precision_reduction),
     }
 
@@ -64,7 +68,8 @@ def use_numerics(deterministic: bool, recorded: NumericsRecord) -> None:
     Args:
         deterministic: whether kernels must be deterministic; otherwise torch chooses them.
         recorded: settings of the recorded job for TF32 and for reduced-precision sums in bf16; settings that it lacks
-            are turned off. If it is empty and `deterministic` is False, torch's own settings are kept.
+            are turned off, but a recording without `cudnn_tf32` is an older one, of torch's default, which is on. If it
+            is empty and `deterministic` is False, torch's own settings are kept.
     """
     import torch
 
@@ -74,9 +79,12 @@ def use_numerics(deterministic: bool, recorded: NumericsRecord) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if deterministic:
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    tf32, reduced = bool(recorded.get("tf32")), bool(recorded.get("bf16_reduced_precision"))
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = reduced
+    cudnn, in_convolutions = cast("Any", torch.backends.cudnn), bool(recorded.get("cudnn_tf32", bool(recorded)))
+    # by the older names, so that a job may use either; for cuDNN torch.backends.fp32_precision overrules them
+    torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32 = bool(recorded.get("tf32")), in_convolutions
+    if (cudnn.conv.fp32_precision == "tf32") != in_convolutions:
+        cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "tf32" if in_convolutions else "ieee"
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = bool(recorded.get("bf16_reduced_precision"))
 
 
 @contextmanager
@@ -85,7 +93,8 @@ def name_missing_kernel() -> Iterator[None]:
     operation.
 
     torch says "NAME does not have a deterministic implementation, but you set
-    'torch.use_deterministic_algorithms(True)'".
+    'torch.use_deterministic_algorithms(True)'", and of cuBLAS "Deterministic behavior was enabled with ..., but this
+    operation is not deterministic because it uses CuBLAS", where CUBLAS_WORKSPACE_CONFIG has another value.
 
     Raises:
         Unsupported: there is such an operation. Other errors pass through.
@@ -94,6 +103,8 @@ def name_missing_kernel() -> Iterator[None]:
         yield
     except RuntimeError as e:
         name, found, _ = str(e).partition(" does not have a deterministic implementation")
+        if str(e).startswith("Deterministic behavior was enabled"):
+            name, found = f"cuBLAS(CUBLAS_WORKSPACE_CONFIG={os.environ.get('CUBLAS_WORKSPACE_CONFIG', '')})", "yes"
         if not found:
             raise
         raise Unsupported(

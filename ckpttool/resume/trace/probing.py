@@ -144,7 +144,7 @@ def preserving_generators() -> Iterator[None]:
     import torch
 
     ours, of_numpy = random.getstate(), np.random.get_state()
-    here, on_gpu = torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    here, on_gpu = torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     try:
         yield
     finally:

@@ -209,7 +209,7 @@ def _mark_generators() -> dict[str, object]:
     import torch
 
     out: dict[str, object] = {"torch": make_array_mark(torch.get_rng_state())}
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # a job on the CPU starts no GPU
         out["cuda"] = make_array_mark(torch.cuda.get_rng_state())
     found = collect_side_state({("python",): random.getstate(), ("numpy",): np.random.get_state(legacy=True)})
     out["python"], out["numpy"] = found.others["python.1"], found.others["numpy.1"]

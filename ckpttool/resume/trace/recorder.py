@@ -134,7 +134,11 @@ class Recorder:
                 one.register_step_pre_hook(self._before_step),
                 one.register_step_post_hook(self._after_step),
             ]
-        known: dict[str, Any] = {"world_size": _get_world_size(), "environment": describe_environment(), **about}
+        known: dict[str, Any] = {
+            "world_size": _get_world_size(),
+            "environment": describe_environment(_get_device_type(model)),
+            **about,
+        }
         if model is not None:
             known.setdefault("dropout", has_dropout(model))
             known.setdefault("parameters", sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()))
@@ -160,7 +164,7 @@ class Recorder:
         """
         with self._warn_instead(f"state of step {step}"):
             model, optimizer = self._model, self._optimizer
-            device = "cpu" if model is None else choose_collective_device(model)
+            device = choose_collective_device(model)
             found = gather_side_state(self._sources, device, model)
             lacks: dict[str, str] = {}
             for key in ("scheduler", "scaler", "dataloader", "extra"):
@@ -539,6 +543,11 @@ def _digest_given_batch(batch: object) -> BatchDigest:
     if not isinstance(batch, Mapping) and not getattr(batch, "ndim", 0):
         raise TypeError("neither a tensor nor a dict of tensors")
     return digest_batch(batch if isinstance(batch, Mapping) else {"input_ids": batch})
+
+
+def _get_device_type(model: torch.nn.Module | None) -> str | None:
+    """Return the type of the device that the parameters of a model are on, such as "cuda"; None without any."""
+    return next((p.device.type for p in model.parameters()), None) if model is not None else None
 
 
 def _get_world_size() -> int:

@@ -20,11 +20,12 @@ __all__ = [
 
 
 class NumericsRecord(TypedDict, total=False):
-    """What decides which kernels CUDA runs. `deterministic` is False with `warn_only`, where attention stays as it
-    is."""
+    """What decides which kernels CUDA runs. `deterministic` is False with `warn_only`, where attention stays as it is;
+    `tf32` is about matrix products, `cudnn_tf32` about convolutions."""
 
     deterministic: bool
     tf32: bool
+    cudnn_tf32: bool
     bf16_reduced_precision: bool
 
 
