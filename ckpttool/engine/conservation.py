@@ -119,14 +119,14 @@ class Account(ByFields):
         there = draft.checkpoint
         sources = _ByteRanges(draft.sources.values())
         for n, t in ckpt.tensors.items():
-            if n in dropped or n in draft.aliases:
+            if n in dropped:
                 continue
-            if (entry := there.tensors.get(n)) is not None:
+            if (entry := there.tensors.get(draft.aliases.get(n, n))) is not None:
                 if entry.shape != t.shape:
                     faults.add(n, f"has the shape {list(t.shape)}, and {list(entry.shape)} there")
                 elif entry.dtype != t.dtype:
                     self.changed[n] = f"{t.dtype} became {entry.dtype}"
-            elif n in there.values:  # a number inside a pickle; the read-back compares its bytes
+            elif n in there.values or n in draft.aliases:  # a number inside a pickle; the read-back compares its bytes
                 continue
             elif sources.hold(t):
                 self.changed[n] = f"stored under names of {layout}"

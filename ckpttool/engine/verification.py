@@ -536,6 +536,7 @@ def _select_held_tensors(ckpt: Checkpoint, draft: Draft, cast: layouts.Cast) -> 
     """
     there = {n: t.dtype for n, t in draft.checkpoint.tensors.items()}
     there |= {n: dtype for n, (dtype, _, _) in digest_arrays_in_values(draft.checkpoint.values).items()}  # not cast
+    there |= {n: there[o] for n, o in draft.aliases.items() if o in there}
     gone = {d.name for d in draft.dropped}
     return {
         n: replace(t, dtype=there[n] if n in there else cast(n, t.dtype))

@@ -1021,3 +1021,12 @@ def test_what_was_data_beside_a_component_stays_data_without_it(tmp_path: Path) 
     with ckpttool.open(tmp_path / "out") as opened:
         data = {n: v.data for n, v in opened.checkpoint.values.items() if n.startswith("extra.")}
     assert done.verified and data == {"extra.rng_state": "mine", "extra.extra": 5}
+
+
+def test_a_tied_weight_has_the_dtype_of_its_owner_in_the_record(tmp_path: Path) -> None:
+    cast = {"*layers.0*": "fp16", "*norm*": "fp32"}
+    done = ckpttool.convert(
+        FIXTURES / "fsdp2_w3_tied_bf16" / "ckpt", tmp_path / "out", to="zero1", world_size=2, cast=cast
+    )
+    assert done.changed["model.lm_head.weight"] == "bfloat16 became float32"
+    assert ckpttool.verify(tmp_path / "out", read_data=True).recorded == "equal"
