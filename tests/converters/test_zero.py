@@ -1030,3 +1030,11 @@ def test_a_tied_weight_has_the_dtype_of_its_owner_in_the_record(tmp_path: Path) 
     )
     assert done.changed["model.lm_head.weight"] == "bfloat16 became float32"
     assert ckpttool.verify(tmp_path / "out", read_data=True).recorded == "equal"
+
+
+def test_the_step_of_a_group_is_nothing_new_where_the_own_one_was_dropped(tmp_path: Path) -> None:
+    cast = {"*layers.0*step": "fp16"}
+    ckpttool.convert(FIXTURES / "fsdp2_w3" / "ckpt", tmp_path / "in", to="dcp", world_size=1, cast=cast)
+    done = ckpttool.convert(tmp_path / "in", tmp_path / "out", to="zero3", world_size=3, drop=True)
+    assert done.dropped and {n.rpartition(".")[2] for n, *_ in done.dropped} == {"step"}
+    assert ckpttool.verify(tmp_path / "out", read_data=True).recorded == "equal"
