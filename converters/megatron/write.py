@@ -181,7 +181,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 
 
 def _predict_values(
-    ckpt: Checkpoint, common: dict[str, object], dropped: list[Dropped]
+    ckpt: Checkpoint, common: dict[str, Any], dropped: list[Dropped]
 ) -> tuple[dict[str, Value], dict[str, str]]:
     """Return ({name: value} that a reader of the folder will find, {name of each that differs from the source's: why}).
 
@@ -195,7 +195,8 @@ def _predict_values(
     gone = {d.name for d in dropped}
     leaves: Leaves = {}
     if "optimizer" in common:
-        leaves |= flatten_tree(parse_common_state({"optimizer": common["optimizer"]}, "common.pt"))
+        ours = {k: x for k, x in common.get("ckpttool", {}).items() if k == "optim"}
+        leaves |= flatten_tree(parse_common_state({"optimizer": common["optimizer"], "ckpttool": ours}, "common.pt"))
     leaves |= {t.path: t for t in ckpt.tensors.values() if joined(t.path) not in gone}
     leaves |= {v.path: v.data for v in ckpt.values.values() if v.path[:2] == ("extra", "args")}
     name_param_groups(leaves, [])
@@ -524,6 +525,7 @@ def _build_optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str], 
     )
     chain = {}
     numbers = [n if type(n := g.get("chained")) is int else 0 for g in found]
+    _complete_for_fused_adam([g for _, g in sorted(zip(numbers, found, strict=True), key=lambda row: row[0])], values)
     for number in sorted(set(numbers)):
         own = [
             {k: x for k, x in g.items() if k != "chained"} for g, n in zip(found, numbers, strict=True) if n == number
@@ -534,6 +536,27 @@ def _build_optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str], 
         chain[number] = one if scaler is None else one | {"grad_scaler": others.pop(str(number), scaler)}
     values.ours |= flatten_tree(others, ("scaler", CHAINED)) if others else {}
     return next(iter(chain.values())) if len(chain) == 1 else chain
+
+
+def _complete_for_fused_adam(groups: list[dict[str, Any]], values: _Values) -> None:
+    """Give the param groups, in the order of the file, what the FusedAdam of Transformer Engine or Apex needs of them,
+    and note in `values` what they were, which a reader finds.
+
+    A job takes them in place of its own. FusedAdam reads `bias_correction`, which torch's Adam does not have and always
+    does, and hands `step` to a kernel that takes integers alone.
+    """
+    before: dict[int, dict[str, object]] = {}
+    for i, g in enumerate(groups):
+        made: dict[str, object] = {}
+        if {"betas", "eps"} <= g.keys() and "bias_correction" not in g:
+            made["bias_correction"] = True
+        if isinstance(step := g.get("step"), float) and step.is_integer():
+            made["step"] = int(step)
+        if made:
+            before[i] = {k: g.get(k) for k in made}
+            g.update(made)
+    if before:
+        values.ours["optim", "param_groups"] = before
 
 
 def _make_plain_optimizer(groups: list[dict[str, Any]], steps: Iterable[float], half: bool) -> dict[str, Any]:

@@ -406,6 +406,32 @@ def test_what_is_written_is_read_as_the_same_state(case: str, through: str, tmp_
     assert {g["step"] for g in common["optimizer"]["optimizer"]["param_groups"]} == {3.0}
 
 
+def test_param_groups_have_what_a_fused_adam_needs_and_are_read_as_they_were(tmp_path: Path) -> None:
+    """That of Transformer Engine needs a GPU. It reads bias_correction, and hands the step to a kernel that takes integers alone."""
+    ckpttool.convert(folder("moe"), tmp_path / "out", to="megatron", world_size=2)
+    common = common_of(tmp_path / "out")
+    groups = common["optimizer"]["optimizer"]["param_groups"]
+    assert [(type(g["step"]), g["step"], g["bias_correction"]) for g in groups] == [(int, 3, True)] * 2
+    name = "optim.param_groups.1.bias_correction"
+    with ckpttool.open(tmp_path / "out") as opened:
+        steps = {v.data for v in opened.checkpoint.values.values() if v.path[-1] == "step"}
+        assert {type(x) for x in steps} == {float} and name not in opened.checkpoint.values
+    assert ckpttool.diff(folder("moe"), tmp_path / "out").equal
+    # in the save of the job that resumed from it they are state
+    before = common.pop("ckpttool")
+    torch.save(common, tmp_path / "out" / "common.pt")
+    (tmp_path / "out" / "ckpttool.json").unlink()
+    with ckpttool.open(tmp_path / "out") as opened:
+        assert opened.checkpoint.value("optim.param_groups.0.step") == 3 and opened.checkpoint.value(name) is True
+    ckpttool.convert(tmp_path / "out", tmp_path / "again", to="megatron", world_size=1)
+    assert "ckpttool" not in common_of(tmp_path / "again")
+    assert ckpttool.diff(tmp_path / "out", tmp_path / "again").equal
+    for wrong in ([], {"param_groups": [{}]}, {"param_groups": {2: {}}}, {"param_groups": {0: 1}}):
+        torch.save({**common, "ckpttool": {**before, "optim": wrong}}, tmp_path / "out" / "common.pt")
+        with pytest.raises(Corrupt, match="its entry ckpttool is not what ckpttool writes"):
+            ckpttool.open(tmp_path / "out")
+
+
 def other_trainer(
     path: Path,
     groups: list[dict[str, Any]],
