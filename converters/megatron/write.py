@@ -236,6 +236,14 @@ def _is_small_scale(t: TensorEntry) -> bool:
     return t.path[0] == "scaler" and t.numel == 1
 
 
+def _is_megatron_scaler(x: object) -> bool:
+    """Return whether `x` is what a gradient scaler of Megatron-Core loads: what the dynamic one reads, whose scale is a
+    tensor, or the empty dict of the constant one (grad_scaler.py); `scaler.chained` may be beside it."""
+    if not isinstance(x, dict) or not (own := x.keys() - {CHAINED}):
+        return isinstance(x, dict)
+    return own >= {"scale", "growth_tracker", "hysteresis_tracker"} and isinstance(x["scale"], Inline)
+
+
 def _make_tensor_key(t: TensorEntry, ckpt: Checkpoint, master: str) -> str | None:
     """Return Megatron's key for a tensor; None if it is neither a weight nor optimizer state in its weight's shape.
 
@@ -363,9 +371,16 @@ def _build_common_state(
         out["iteration"] = step_count(ckpt.value) or 0
         if not any(p[:2] == ("trainer", "iteration") for p in found.ours):  # what another program calls so
             made["trainer.iteration"] = out["iteration"]
-    if found.scaler and not isinstance(_nest_leaves(found.scaler), dict):  # a job in fp16 loads a dict, or nothing
+    scaler = _nest_leaves(found.scaler) if found.scaler else None
+    if found.scaler and not _is_megatron_scaler(scaler):
         found.ours |= {("scaler", *p): x for p, x in found.scaler.items()}
         found.scaler = {}
+        if scaler is not None:
+            notes.append(
+                "the state of the gradient scaler is not of Megatron-Core's kind (scale, growth_tracker and "
+                "hysteresis_tracker), so it is kept where only ckpttool looks, and a job in fp16 starts with its "
+                "initial loss scale"
+            )
     if found.groups or trained:
         out["optimizer"] = _build_optimizer_state(ckpt, found, notes, options)
     elif found.scaler:

@@ -774,6 +774,33 @@ def test_every_optimizer_of_a_chain_keeps_its_gradient_scaler(stored: str, throu
     assert ckpttool.diff(source, tmp_path / "out", only=["scaler"]).equal
 
 
+@pytest.mark.parametrize(
+    ("state", "loaded"),
+    [
+        (scaler(4096.0, 7), True),
+        ({}, True),  # of a constant scale
+        (torch.amp.GradScaler("cpu").state_dict() | {"scale": 4096.0, "_growth_tracker": 7}, False),
+        ({"scale": torch.tensor([4096.0])}, False),
+        ({**scaler(4096.0, 7), "scale": 4096.0}, False),
+        ({"cur_scale": 4096.0, "dynamic": True, "cur_iter": 7}, False),  # DeepSpeed's
+        (None, False),
+    ],
+)
+def test_only_a_gradient_scaler_of_megatron_s_kind_is_one(state: Any, loaded: bool, tmp_path: Path) -> None:
+    """Any other stops a job in fp16: `'float' object has no attribute 'cuda'`, KeyError 'hysteresis_tracker'."""
+    source = other_trainer(tmp_path / "a.pt", [{"lr": 0.5, "params": [FC2, NORM]}])
+    tree = torch.load(source)
+    torch.save({k: x for k, x in tree.items() if k != "rng"} | {"scaler": state}, source)
+    done = ckpttool.convert(source, tmp_path / "out", to="megatron", world_size=1)
+    common = common_of(tmp_path / "out")
+    if loaded:
+        assert common["optimizer"]["grad_scaler"] == state
+    else:
+        assert "grad_scaler" not in common["optimizer"] and common["ckpttool"]["scaler"] == state
+    assert any("starts with its initial loss scale" in n for n in done.notes) == (not loaded and state is not None)
+    assert not done.dropped and ckpttool.diff(source, tmp_path / "out", only=["scaler"]).equal
+
+
 def test_the_gradient_scaler_beside_buckets_is_that_of_the_optimizer(tmp_path: Path) -> None:
     """dp_reshardable, which saves one for each data-parallel group; those of a job with one optimizer are alike."""
     shutil.copytree(folder("buckets_tp2"), tmp_path / "a")
