@@ -439,7 +439,10 @@ def _derive_arguments(ckpt: Checkpoint, source: Source, options: WriteOptions) -
         **({"mtp_num_layers": len(further)} if further else {}),
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
-        "no_save_rng": not any(v.path[0] == "rng" for v in ckpt.values.values()),
+        "no_save_rng": not any(
+            (_find_object_key(x.path) or "").startswith("rng_state/")
+            for x in (*ckpt.values.values(), *ckpt.tensors.values())
+        ),
     }
 
 

@@ -818,6 +818,32 @@ def test_the_gradient_scaler_beside_buckets_is_that_of_the_optimizer(tmp_path: P
         ckpttool.open(tmp_path / "a")
 
 
+@pytest.mark.parametrize("ranks", [False, True])
+def test_a_job_asks_for_the_random_states_that_are_written_alone(ranks: bool, tmp_path: Path) -> None:
+    """load_checkpoint asks for rng_state of Megatron-Core's ranks unless no_save_rng is set, and stops where there is none."""
+    ckpttool.convert(folder("tp2_pp2"), tmp_path / "a.pt", only=["model", "optim", *(["rng"] if ranks else [])])
+    tree = torch.load(tmp_path / "a.pt", weights_only=False)
+    if not ranks:
+        tree["rng"] = {"0": {"python": [3, 1.0]}}  # of another trainer
+    torch.save(tree, tmp_path / "b.pt")
+    (tmp_path / "config").mkdir()
+    config = {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 131,
+    }
+    (tmp_path / "config" / "config.json").write_text(json.dumps(config))
+    ckpttool.convert(tmp_path / "b.pt", tmp_path / "out", to="megatron", world_size=1, config=str(tmp_path / "config"))
+    common = common_of(tmp_path / "out")
+    assert common["args"].no_save_rng is not ranks
+    with ckpttool.open(tmp_path / "out") as opened:
+        kinds = {v.path[1] for v in opened.checkpoint.values.values() if v.path[0] == "rng"}
+        kinds |= {t.path[1] for t in opened.checkpoint.tensors.values() if t.path[0] == "rng"}
+    assert {str(k).startswith("shard_") for k in kinds} == {ranks}
+
+
 def test_a_file_whose_lists_of_one_rank_no_job_can_merge_is_written_without_them(tmp_path: Path) -> None:
     """What Megatron-Core refuses with "Cannot merge two lists with different lengths", put together as such a version saves it."""
     shutil.copytree(folder("buckets_dp3"), tmp_path / "a")
