@@ -6,7 +6,7 @@ deepspeed/module_state.py describes the format.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -47,8 +47,10 @@ __all__ = [
     "Save",
     "are_values_equal",
     "build_entry_from_ranges",
+    "build_param_group",
     "find_save",
     "get_zero_setting",
+    "has_added_option",
     "is_placeholder",
     "is_save",
     "is_shape",
@@ -94,6 +96,9 @@ OF_SWAPPED = (
 )
 #: In a save, of a Universal Checkpoint.
 UNIVERSAL = "zero/optimizer_state.pt"
+
+#: The option that is added to the param groups of Adam.
+_ADDED = "bias_correction"
 
 STAGE = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
 SCALERS = "deepspeed.runtime.fp16.loss_scaler"
@@ -412,6 +417,29 @@ def build_entry_from_ranges(shape: tuple[int, ...], dtype: str, path: Path, cuts
             chunks.add(start, size, file, offset, n * item)
             offset += n * item
     return TensorEntry(dtype, shape, path, chunks)
+
+
+def build_param_group(options: Mapping[str, Any], params: list[int]) -> dict[str, Any]:
+    """Return a param group as a file holds it: the options, the numbers of its flat tensors, and behind these, for
+    Adam, `bias_correction`: True, unless it is one of the options.
+
+    An engine takes the groups as the file has them, and DeepSpeed's own Adams (FusedAdam, DeepSpeedCPUAdam), which read
+    this option in every step, are what most configurations ask for. torch's Adam has no such option: it always
+    corrects, and keeps one that it does not know. AMSGrad gets none, as DeepSpeed's Adams do not have it, and neither
+    do torch's NAdam, RAdam and Adamax, whose groups have `foreach` without `amsgrad`.
+    """
+    group = {**options, "params": params}
+    adam = {"betas", "eps"} <= options.keys() and not options.get("amsgrad", "foreach" in options)
+    return {**group, _ADDED: True} if adam and _ADDED not in options else group
+
+
+def has_added_option(group: Mapping[str, Any]) -> bool:
+    """Return whether the last entry of a param group is what `build_param_group` adds, and no state.
+
+    It is behind `params`, which is the last entry of a group as torch's optimizers give it, and so as an engine that
+    has loaded such a group saves it.
+    """
+    return list(group)[-2:] == ["params", _ADDED] and group[_ADDED] is True
 
 
 def param_shapes(file: File) -> list[dict[str, tuple[int, ...]]]:

@@ -61,6 +61,7 @@ from .files import (
     build_entry_from_ranges,
     find_save,
     get_zero_setting,
+    has_added_option,
     is_placeholder,
     is_shape,
     list_client_keys,
@@ -499,6 +500,8 @@ class SaveReader:
                     code="CKPT0417",
                 )
             listed += ids
+            if has_added_option(group):
+                group = dict(list(group.items())[:-1])
             for key, value in group.items():
                 data = [n for k in ids for n in members[k]] if key == "params" else value
                 self.add_leaves(("optim", "param_groups", i, str(key)), data, file)

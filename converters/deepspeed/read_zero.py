@@ -442,7 +442,7 @@ def _read_pipeline(reading: SaveReader) -> Checkpoint:
     assert first is not None
     reading.add_model_state([model for model, _ in stages])
     reading.tensor_ranks = len(stages)  # files are numbered as theirs are
-    numbered = [{**g, "params": [k]} for k, g in enumerate(known["param_groups"])]
+    numbered = [{**g, "params": [k]} for k, g in enumerate(first.groups or known["param_groups"])]
     reading.add_param_groups(first.file, numbered, members)
     if twice:
         reading.notes.append(

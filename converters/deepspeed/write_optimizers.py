@@ -118,7 +118,7 @@ class OptimizerFiles:
                 masters.append(ref)
             else:
                 state.setdefault(column[0], {})[column[1]] = ref
-        groups = [{**g.options, "params": own} for g, own in zip(self.plan.state.groups, ids, strict=True)]
+        groups = [ds.build_param_group(g.options, own) for g, own in zip(self.plan.state.groups, ids, strict=True)]
         base = {"state": state, "param_groups": groups}
         out = self.plan.scaler_keys()
         out["zero_stage"] = dw.pickled_stage(self.stage)

@@ -243,13 +243,36 @@ def parse_common_state(tree: object, what: str) -> dict[str, object]:
         out["extra"] = extra
     for component, more in ours.items():
         there = out.get(component)
-        if not there:
+        if component == "optim":
+            _restore_param_groups(there, more, what)
+        elif not there:
             out[component] = more
         elif isinstance(there, dict) and isinstance(more, dict):
             out[component] = {**there, **more}
         else:
             raise Corrupt(f"{what}: its entry ckpttool is not what ckpttool writes.", code="CKPT0406")
     return out
+
+
+def _restore_param_groups(optim: Any, before: Any, what: str) -> None:
+    """Give the param groups the options that they had before ckpttool wrote them for a fused Adam (megatron/write.py).
+
+    Args:
+        optim: {"param_groups": [...]}, as read; changed in place.
+        before: {"param_groups": {number of a group: {option: what it was, None if there was none}}}.
+        what: how errors name the file.
+
+    Raises:
+        Corrupt: `before` is none of these groups.
+    """
+    groups = optim["param_groups"] if isinstance(optim, dict) else []
+    rows = before.get("param_groups") if isinstance(before, dict) else None
+    if not isinstance(rows, dict) or not all(
+        isinstance(was, dict) and type(i) is int and 0 <= i < len(groups) for i, was in rows.items()
+    ):
+        raise Corrupt(f"{what}: its entry ckpttool is not what ckpttool writes.", code="CKPT0406")
+    for i, was in rows.items():
+        groups[i] = {k: was.get(k, x) for k, x in groups[i].items() if k not in was or was[k] is not None}
 
 
 def _add_common_optimizer(x: object, out: dict[str, object], extra: dict[str, Any], what: str) -> None:

@@ -181,7 +181,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 
 
 def _predict_values(
-    ckpt: Checkpoint, common: dict[str, object], dropped: list[Dropped]
+    ckpt: Checkpoint, common: dict[str, Any], dropped: list[Dropped]
 ) -> tuple[dict[str, Value], dict[str, str]]:
     """Return ({name: value} that a reader of the folder will find, {name of each that differs from the source's: why}).
 
@@ -195,7 +195,8 @@ def _predict_values(
     gone = {d.name for d in dropped}
     leaves: Leaves = {}
     if "optimizer" in common:
-        leaves |= flatten_tree(parse_common_state({"optimizer": common["optimizer"]}, "common.pt"))
+        ours = {k: x for k, x in common.get("ckpttool", {}).items() if k == "optim"}
+        leaves |= flatten_tree(parse_common_state({"optimizer": common["optimizer"], "ckpttool": ours}, "common.pt"))
     leaves |= {t.path: t for t in ckpt.tensors.values() if joined(t.path) not in gone}
     leaves |= {v.path: v.data for v in ckpt.values.values() if v.path[:2] == ("extra", "args")}
     name_param_groups(leaves, [])
@@ -233,6 +234,14 @@ def _refuse_other_optimizers(ckpt: Checkpoint) -> None:
 def _is_small_scale(t: TensorEntry) -> bool:
     """Return whether a tensor is one number of a gradient scaler: DynamicGradScaler of grad_scaler.py has `scale`."""
     return t.path[0] == "scaler" and t.numel == 1
+
+
+def _is_megatron_scaler(x: object) -> bool:
+    """Return whether `x` is what a gradient scaler of Megatron-Core loads: what the dynamic one reads, whose scale is a
+    tensor, or the empty dict of the constant one (grad_scaler.py); `scaler.chained` may be beside it."""
+    if not isinstance(x, dict) or not (own := x.keys() - {CHAINED}):
+        return isinstance(x, dict)
+    return own >= {"scale", "growth_tracker", "hysteresis_tracker"} and isinstance(x["scale"], Inline)
 
 
 def _make_tensor_key(t: TensorEntry, ckpt: Checkpoint, master: str) -> str | None:
@@ -362,9 +371,16 @@ def _build_common_state(
         out["iteration"] = step_count(ckpt.value) or 0
         if not any(p[:2] == ("trainer", "iteration") for p in found.ours):  # what another program calls so
             made["trainer.iteration"] = out["iteration"]
-    if found.scaler and not isinstance(_nest_leaves(found.scaler), dict):  # a job in fp16 loads a dict, or nothing
+    scaler = _nest_leaves(found.scaler) if found.scaler else None
+    if found.scaler and not _is_megatron_scaler(scaler):
         found.ours |= {("scaler", *p): x for p, x in found.scaler.items()}
         found.scaler = {}
+        if scaler is not None:
+            notes.append(
+                "the state of the gradient scaler is not of Megatron-Core's kind (scale, growth_tracker and "
+                "hysteresis_tracker), so it is kept where only ckpttool looks, and a job in fp16 starts with its "
+                "initial loss scale"
+            )
     if found.groups or trained:
         out["optimizer"] = _build_optimizer_state(ckpt, found, notes, options)
     elif found.scaler:
@@ -423,7 +439,10 @@ def _derive_arguments(ckpt: Checkpoint, source: Source, options: WriteOptions) -
         **({"mtp_num_layers": len(further)} if further else {}),
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
-        "no_save_rng": not any(v.path[0] == "rng" for v in ckpt.values.values()),
+        "no_save_rng": not any(
+            (_find_object_key(x.path) or "").startswith("rng_state/")
+            for x in (*ckpt.values.values(), *ckpt.tensors.values())
+        ),
     }
 
 
@@ -524,6 +543,7 @@ def _build_optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str], 
     )
     chain = {}
     numbers = [n if type(n := g.get("chained")) is int else 0 for g in found]
+    _complete_for_fused_adam([g for _, g in sorted(zip(numbers, found, strict=True), key=lambda row: row[0])], values)
     for number in sorted(set(numbers)):
         own = [
             {k: x for k, x in g.items() if k != "chained"} for g, n in zip(found, numbers, strict=True) if n == number
@@ -534,6 +554,27 @@ def _build_optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str], 
         chain[number] = one if scaler is None else one | {"grad_scaler": others.pop(str(number), scaler)}
     values.ours |= flatten_tree(others, ("scaler", CHAINED)) if others else {}
     return next(iter(chain.values())) if len(chain) == 1 else chain
+
+
+def _complete_for_fused_adam(groups: list[dict[str, Any]], values: _Values) -> None:
+    """Give the param groups, in the order of the file, what the FusedAdam of Transformer Engine or Apex needs of them,
+    and note in `values` what they were, which a reader finds.
+
+    A job takes them in place of its own. FusedAdam reads `bias_correction`, which torch's Adam does not have and always
+    does, and hands `step` to a kernel that takes integers alone.
+    """
+    before: dict[int, dict[str, object]] = {}
+    for i, g in enumerate(groups):
+        made: dict[str, object] = {}
+        if {"betas", "eps"} <= g.keys() and "bias_correction" not in g:
+            made["bias_correction"] = True
+        if isinstance(step := g.get("step"), float) and step.is_integer():
+            made["step"] = int(step)
+        if made:
+            before[i] = {k: g.get(k) for k in made}
+            g.update(made)
+    if before:
+        values.ours["optim", "param_groups"] = before
 
 
 def _make_plain_optimizer(groups: list[dict[str, Any]], steps: Iterable[float], half: bool) -> dict[str, Any]:

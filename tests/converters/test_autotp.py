@@ -279,7 +279,8 @@ def test_every_file_is_what_deepspeed_itself_saves(case: str, unpacked: Unpack, 
     assert theirs == sorted(p.relative_to(tmp_path / "out") for p in tmp_path.glob("out/*/*.pt"))
     for name in theirs:
         found = differences(zero_files.load(folder / "ckpt" / name), zero_files.load(tmp_path / "out" / name))
-        assert set(found) <= {"/optimizer_state_dict/clip_grad"}, name  # the engine keeps its own
+        odd = {x for x in found if not x.endswith("/param_groups/0/bias_correction")}  # torch's AdamW has none
+        assert odd <= {"/optimizer_state_dict/clip_grad"}, name  # the engine keeps its own
 
 
 @pytest.mark.parametrize(

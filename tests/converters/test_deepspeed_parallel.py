@@ -230,7 +230,8 @@ def test_a_pipeline_is_written_for_the_stages_of_its_job(
         a, b = (torch.load(f / file.name, weights_only=False)["optimizer_state_dict"] for f in (file.parent, step))
         key = "single_partition_of_fp32_groups"
         assert all(map(torch.equal, a[key], b[key]))
-        assert a["base_optimizer_state"]["param_groups"] == b["base_optimizer_state"]["param_groups"]
+        groups = [{**g, "bias_correction": True} for g in a["base_optimizer_state"]["param_groups"]]  # torch's AdamW
+        assert groups == b["base_optimizer_state"]["param_groups"]
         for k, slots in a["base_optimizer_state"]["state"].items():
             assert all(torch.equal(t, b["base_optimizer_state"]["state"][k][slot]) for slot, t in slots.items())
 

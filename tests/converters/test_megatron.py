@@ -406,6 +406,32 @@ def test_what_is_written_is_read_as_the_same_state(case: str, through: str, tmp_
     assert {g["step"] for g in common["optimizer"]["optimizer"]["param_groups"]} == {3.0}
 
 
+def test_param_groups_have_what_a_fused_adam_needs_and_are_read_as_they_were(tmp_path: Path) -> None:
+    """That of Transformer Engine needs a GPU. It reads bias_correction, and hands the step to a kernel that takes integers alone."""
+    ckpttool.convert(folder("moe"), tmp_path / "out", to="megatron", world_size=2)
+    common = common_of(tmp_path / "out")
+    groups = common["optimizer"]["optimizer"]["param_groups"]
+    assert [(type(g["step"]), g["step"], g["bias_correction"]) for g in groups] == [(int, 3, True)] * 2
+    name = "optim.param_groups.1.bias_correction"
+    with ckpttool.open(tmp_path / "out") as opened:
+        steps = {v.data for v in opened.checkpoint.values.values() if v.path[-1] == "step"}
+        assert {type(x) for x in steps} == {float} and name not in opened.checkpoint.values
+    assert ckpttool.diff(folder("moe"), tmp_path / "out").equal
+    # in the save of the job that resumed from it they are state
+    before = common.pop("ckpttool")
+    torch.save(common, tmp_path / "out" / "common.pt")
+    (tmp_path / "out" / "ckpttool.json").unlink()
+    with ckpttool.open(tmp_path / "out") as opened:
+        assert opened.checkpoint.value("optim.param_groups.0.step") == 3 and opened.checkpoint.value(name) is True
+    ckpttool.convert(tmp_path / "out", tmp_path / "again", to="megatron", world_size=1)
+    assert "ckpttool" not in common_of(tmp_path / "again")
+    assert ckpttool.diff(tmp_path / "out", tmp_path / "again").equal
+    for wrong in ([], {"param_groups": [{}]}, {"param_groups": {2: {}}}, {"param_groups": {0: 1}}):
+        torch.save({**common, "ckpttool": {**before, "optim": wrong}}, tmp_path / "out" / "common.pt")
+        with pytest.raises(Corrupt, match="its entry ckpttool is not what ckpttool writes"):
+            ckpttool.open(tmp_path / "out")
+
+
 def other_trainer(
     path: Path,
     groups: list[dict[str, Any]],
@@ -748,6 +774,33 @@ def test_every_optimizer_of_a_chain_keeps_its_gradient_scaler(stored: str, throu
     assert ckpttool.diff(source, tmp_path / "out", only=["scaler"]).equal
 
 
+@pytest.mark.parametrize(
+    ("state", "loaded"),
+    [
+        (scaler(4096.0, 7), True),
+        ({}, True),  # of a constant scale
+        (torch.amp.GradScaler("cpu").state_dict() | {"scale": 4096.0, "_growth_tracker": 7}, False),
+        ({"scale": torch.tensor([4096.0])}, False),
+        ({**scaler(4096.0, 7), "scale": 4096.0}, False),
+        ({"cur_scale": 4096.0, "dynamic": True, "cur_iter": 7}, False),  # DeepSpeed's
+        (None, False),
+    ],
+)
+def test_only_a_gradient_scaler_of_megatron_s_kind_is_one(state: Any, loaded: bool, tmp_path: Path) -> None:
+    """Any other stops a job in fp16: `'float' object has no attribute 'cuda'`, KeyError 'hysteresis_tracker'."""
+    source = other_trainer(tmp_path / "a.pt", [{"lr": 0.5, "params": [FC2, NORM]}])
+    tree = torch.load(source)
+    torch.save({k: x for k, x in tree.items() if k != "rng"} | {"scaler": state}, source)
+    done = ckpttool.convert(source, tmp_path / "out", to="megatron", world_size=1)
+    common = common_of(tmp_path / "out")
+    if loaded:
+        assert common["optimizer"]["grad_scaler"] == state
+    else:
+        assert "grad_scaler" not in common["optimizer"] and common["ckpttool"]["scaler"] == state
+    assert any("starts with its initial loss scale" in n for n in done.notes) == (not loaded and state is not None)
+    assert not done.dropped and ckpttool.diff(source, tmp_path / "out", only=["scaler"]).equal
+
+
 def test_the_gradient_scaler_beside_buckets_is_that_of_the_optimizer(tmp_path: Path) -> None:
     """dp_reshardable, which saves one for each data-parallel group; those of a job with one optimizer are alike."""
     shutil.copytree(folder("buckets_tp2"), tmp_path / "a")
@@ -763,6 +816,32 @@ def test_the_gradient_scaler_beside_buckets_is_that_of_the_optimizer(tmp_path: P
     add_item(tmp_path / "a", key, scaler(4096.0, 8))
     with pytest.raises(Unsupported, match="another gradient scaler"):
         ckpttool.open(tmp_path / "a")
+
+
+@pytest.mark.parametrize("ranks", [False, True])
+def test_a_job_asks_for_the_random_states_that_are_written_alone(ranks: bool, tmp_path: Path) -> None:
+    """load_checkpoint asks for rng_state of Megatron-Core's ranks unless no_save_rng is set, and stops where there is none."""
+    ckpttool.convert(folder("tp2_pp2"), tmp_path / "a.pt", only=["model", "optim", *(["rng"] if ranks else [])])
+    tree = torch.load(tmp_path / "a.pt", weights_only=False)
+    if not ranks:
+        tree["rng"] = {"0": {"python": [3, 1.0]}}  # of another trainer
+    torch.save(tree, tmp_path / "b.pt")
+    (tmp_path / "config").mkdir()
+    config = {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 131,
+    }
+    (tmp_path / "config" / "config.json").write_text(json.dumps(config))
+    ckpttool.convert(tmp_path / "b.pt", tmp_path / "out", to="megatron", world_size=1, config=str(tmp_path / "config"))
+    common = common_of(tmp_path / "out")
+    assert common["args"].no_save_rng is not ranks
+    with ckpttool.open(tmp_path / "out") as opened:
+        kinds = {v.path[1] for v in opened.checkpoint.values.values() if v.path[0] == "rng"}
+        kinds |= {t.path[1] for t in opened.checkpoint.tensors.values() if t.path[0] == "rng"}
+    assert {str(k).startswith("shard_") for k in kinds} == {ranks}
 
 
 def test_a_file_whose_lists_of_one_rank_no_job_can_merge_is_written_without_them(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import types
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -958,6 +959,89 @@ def test_a_scheduler_of_deepspeed_that_torch_s_do_not_load_is_said_with_what_to_
 def test_a_scheduler_of_a_deepspeed_job_is_not_judged_again(tmp_path: Path) -> None:
     done = ckpttool.convert(FIXTURES / "zero3_w4" / "ckpt", tmp_path / "out", to="zero3", world_size=2)
     assert not any("last_batch_iteration" in n for n in done.notes)
+
+
+def step_with(
+    module: str, builder: str, base: Any, flats: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[Any, ...]]:
+    """Load a base optimizer's state into DeepSpeed's own Adam of a module, as an engine does, and let it step on its flat tensors: the
+    arguments of the kernel, which is a stand-in, since it cannot be built here."""
+    calls: list[tuple[Any, ...]] = []
+    own = pytest.importorskip(f"deepspeed.ops.adam.{module}", exc_type=ImportError)
+
+    def note(*args: Any) -> None:
+        calls.append(args)
+
+    kernels = types.SimpleNamespace(
+        multi_tensor_adam=note, create_adam=note, adam_update=note, destroy_adam=lambda _: None
+    )
+    monkeypatch.setattr(own, builder, lambda: types.SimpleNamespace(load=lambda: kernels))
+    # as the engine's `load_state_dict` of a stage: one flat tensor a param group, and the groups of the file in place of its own
+    params = [torch.nn.Parameter(t.clone()) for t in flats]
+    cls = own.FusedAdam if module == "fused_adam" else own.DeepSpeedCPUAdam
+    optimizer = cls([{"params": [p]} for p in params], lr=7.0)
+    optimizer.load_state_dict(base)
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    calls.clear()
+    optimizer.step()
+    assert all(list(g)[-1] == "params" for g in optimizer.state_dict()["param_groups"])  # what the next save has
+    return calls
+
+
+@pytest.mark.parametrize(("module", "builder"), [("fused_adam", "FusedAdamBuilder"), ("cpu_adam", "CPUAdamBuilder")])
+def test_deepspeed_s_own_adam_steps_with_the_groups_of_torch_s(
+    module: str, builder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = torch.nn.Parameter(torch.ones(6))
+    adam = torch.optim.AdamW([w], lr=0.5)
+    w.grad = torch.ones(6)
+    adam.step()
+    state = adam.state_dict()
+    options = {k: x for k, x in state["param_groups"][0].items() if k != "params"}
+    optim = {"state": {"w": state["state"][0]}, "param_groups": [{**options, "params": ["w"]}]}
+    torch.save({"model": {"w": w.detach()}, "optim": optim, "step": 1}, tmp_path / "in.pt")
+    for to in ("zero1", "zero2"):
+        ckpttool.convert(tmp_path / "in.pt", tmp_path / to, to=to, world_size=1)
+        (path,) = save_of(tmp_path / to).glob("*_optim_states.pt")
+        whole = load(path)["optimizer_state_dict"]
+        (group,) = whole["base_optimizer_state"]["param_groups"]
+        assert group == {**options, "params": [0], "bias_correction": True}
+        masters = whole["single_partition_of_fp32_groups"]
+        (call,) = step_with(module, builder, whole["base_optimizer_state"], masters, monkeypatch)
+        assert 0.5 in [x for x in call if isinstance(x, float)]
+        # of what is added, a reader finds nothing, and of an engine's save everything
+        assert read(tmp_path / to)[0]["optim"]["param_groups"] == [{**options, "params": ["w"]}]
+        edit(path, lambda tree: tree["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0].update(
+            params=tree["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0].pop("params")
+        ))  # fmt: skip
+        assert read(tmp_path / to)[0]["optim"]["param_groups"][0]["bias_correction"] is True
+
+
+@pytest.mark.parametrize("to", ["zero1", "zero3"])
+@pytest.mark.parametrize(
+    ("options", "added"),
+    [
+        ({"lr": 0.5, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}, True),
+        ({"lr": 0.5, "betas": (0.9, 0.99), "eps": 1e-8, "bias_correction": False}, False),
+        ({"lr": 0.5, "betas": (0.9, 0.99), "eps": 1e-8, "amsgrad": True, "foreach": None}, False),
+        ({"lr": 0.5, "betas": (0.9, 0.99), "eps": 1e-8, "foreach": None}, False),  # RAdam
+        ({"lr": 0.5, "betas": (0.9, 0.99), "weight_decay": 0.1}, False),  # Lion
+        ({"lr": 0.5, "momentum": 0.9}, False),
+    ],
+)
+def test_only_adam_gets_a_bias_correction_and_no_state_is_changed(
+    options: dict[str, Any], added: bool, to: str, tmp_path: Path
+) -> None:
+    state = {"w": {"step": torch.tensor(3.0), "exp_avg": torch.ones(6), "exp_avg_sq": torch.ones(6)}}
+    optim = {"state": state, "param_groups": [{**options, "params": ["w"]}]}
+    torch.save({"model": {"w": torch.ones(6)}, "optim": optim}, tmp_path / "in.pt")
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, world_size=1)
+    (path,) = save_of(tmp_path / "out").glob("*_optim_states.pt")
+    whole = load(path)["optimizer_state_dict"]
+    (group,) = whole["optimizer_state_dict" if to == "zero3" else "base_optimizer_state"]["param_groups"]
+    assert group == {**options, "params": [0], **({"bias_correction": True} if added else {})}
+    assert read(tmp_path / "out")[0]["optim"]["param_groups"] == optim["param_groups"]
 
 
 def test_extra_states_and_buffers_that_ranks_hold_differently_are_listed(tmp_path: Path) -> None:
