@@ -4,7 +4,7 @@ describes the files."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -179,15 +179,31 @@ def _strip_component_and_key(leaves: Mapping[Path, object]) -> dict[Path, object
     return {p[2:]: leaf for p, leaf in leaves.items()}
 
 
+def _name_rng_part(path: Path) -> Path:
+    """Return the canonical path that a trainer's file has for an RNG state of a rank.
+
+    Scripts call the state of the CPU "torch", after torch.get_rng_state(), and OLMo-core keeps each state beside the
+    version of the library, {"torch": {"version", "state"}, ...}.
+    """
+    part, rest = "cpu" if path[2] == "torch" else path[2], path[3:]
+    return ("rng", str(path[1]), part, *(rest[1:] if rest[:1] == ("state",) else rest))
+
+
 def _make_rng_files(
     ckpt: Checkpoint,
     world: int,
     pattern: str,
     keys: Mapping[str, str],
     placed: set[Path],
-    needs: frozenset[str] = frozenset(),
-) -> list[SmallFile]:
-    """Return the files with RNG state: one for each rank of the new job whose state the source has.
+    copies: set[Path],
+    one_gpu: bool = False,
+    most_gpus: int | None = None,
+) -> tuple[list[SmallFile], list[str]]:
+    """Return (files with RNG state, one for each rank of the new job whose state the source has; notes for the user).
+
+    Trainers load the states of Python, numpy and the CPU one after another, and stop, or load no more, where one is
+    missing: a rank without one of them gets no file. States of GPUs are in it only in the form that is loaded; in a job
+    of one rank a list with one state is the same as that state. What has another path in a file is a copy there.
 
     Args:
         ckpt: what is written.
@@ -195,18 +211,43 @@ def _make_rng_files(
         pattern: name of a file, with {} for the rank.
         keys: {canonical name of a part of the state: its name in the file}.
         placed: gets the canonical paths that are in these files.
-        needs: canonical names of the parts that the trainer needs to read a file; a rank without one of them gets no
-            file. If given, a CUDA state of a single device is left out, since such a trainer reads the states of all
-            devices.
+        copies: gets the canonical paths that a reader gives to the copies in these files.
+        one_gpu: whether the trainer loads the state of one GPU; if not, it loads a list of those of all GPUs.
+        most_gpus: the longest such list that a job is sure to have the GPUs for; None for any.
     """
-    of_rank: dict[str, dict[Path, object]] = {}
-    for path, leaf in _select_leaves(ckpt, "rng").items():
-        if len(path) > 2 and not (needs and path[2:] == ("cuda",) and isinstance(leaf, TensorEntry)):
-            of_rank.setdefault(str(path[1]), {})[path] = leaf
-    ranks = {r: found for r in range(world) if (found := of_rank.get(str(r))) and needs <= {p[2] for p in found}}
-    for found in ranks.values():
-        placed |= set(found)
-    return [SmallFile(pattern.format(rank), strip_paths(found, 2, keys)) for rank, found in ranks.items()]
+    of_rank: dict[str, dict[Path, Path]] = {}
+    leaves = _select_leaves(ckpt, "rng")
+    for path in leaves:
+        if len(path) > 2 and (path[2] != "torch" or (*path[:2], "cpu") not in leaves) and path[3:] != ("version",):
+            of_rank.setdefault(str(path[1]), {})[_name_rng_part(path)] = path
+    files: list[SmallFile] = []
+    unfit: list[str] = []
+    for rank in range(world):
+        found = of_rank.get(str(rank), {})  # {path in the files: path in the source}
+        if not {"python", "numpy", "cpu"} <= {p[2] for p in found if len(p) == 3 or isinstance(p[3], int)}:
+            continue
+        gpus = [p for p, of in found.items() if p[2] == "cuda" and isinstance(leaves[of], TensorEntry)]
+        if len(gpus) == world == 1:
+            whole = gpus[0][:3]
+            found = {(whole if one_gpu else (*whole, 0)) if p == gpus[0] else p: of for p, of in found.items()}
+            gpus = [whole if one_gpu else (*whole, 0)]
+        fits = all((len(p) == 3) == one_gpu for p in gpus)
+        if not fits or (most_gpus is not None and len(gpus) > most_gpus):
+            why = "a job of one process loads that of one" if one_gpu else "this trainer loads a list of them"
+            why = f"a job of {world} ranks may have fewer" if fits else why
+            unfit.append(
+                f"{joined(gpus[0][:3])} is the RNG state of {len(gpus)} GPU{'s'[: len(gpus) > 1]}, and {why}: GPUs "
+                "keep the seeds that the script sets"
+            )
+            found = {p: of for p, of in found.items() if p[2] != "cuda"}
+        here: dict[Path, object] = {}
+        for path, of in found.items():
+            leaf = leaves[of]
+            kept = path[2:] == of[2:]
+            (placed if kept else copies).add(of if kept else path)
+            here[path] = replace(leaf, path=("replica", *of)) if isinstance(leaf, TensorEntry) and not kept else leaf
+        files.append(SmallFile(pattern.format(rank), strip_paths(here, 2, keys)))
+    return files, [*note_missing_rng(ckpt, files, world), *unfit[:1]]
 
 
 def note_missing_rng(ckpt: Checkpoint, files: Sequence[SmallFile], world: int) -> list[str]:
@@ -242,6 +283,7 @@ def _draft_directory(
     world: int,
     notes: list[str],
     made: Mapping[Path, object] = MappingProxyType({}),
+    copies: Collection[Path] = (),
 ) -> Draft:
     """Draft a directory of Accelerate, Trainer or LLaMA-Factory: model and optimizer, the small files, and
     ckpttool_state.pt with the rest.
@@ -256,6 +298,7 @@ def _draft_directory(
         world: ranks of the new job.
         notes: notes for the user on the small files.
         made: {canonical path: value} of values that are written and that the source does not have.
+        copies: canonical paths that a reader gives to what the small files have in another form than the source.
 
     Raises:
         Unsupported: there are no weights, or the optimizer's parameters cannot be numbered.
@@ -268,7 +311,7 @@ def _draft_directory(
         )
     kind = state_dict_type(ckpt, options)
     parts = draft_model_and_optimizer(ckpt, source, options, _NAMES_OF[name], at_root=name == "llamafactory")
-    rest, kept = collect_left_over_state(ckpt, placed)
+    rest, kept = collect_left_over_state(ckpt, placed, copies)
     parts.append(("", draft_small_files(ckpt, [*rest, *small], options)))
     out = join_drafts(name, ckpt, parts, options, world)
     out.notes += describe_other_schedulers(ckpt)
@@ -293,6 +336,7 @@ def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) ->
     refuse_unfit_optimizer(ckpt, "Accelerate")
     world = options.ranks(ckpt)
     placed: set[Path] = set()
+    copies: set[Path] = set()
     small = []
     for i, (paths, state) in enumerate(_list_schedulers(ckpt)):
         placed |= paths
@@ -313,10 +357,8 @@ def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) ->
         placed |= set(found)
         small.append(SmallFile(f"{key}.pkl", _strip_component_and_key(found)))
     keys = {ours: theirs for theirs, ours in RNG_KEYS.items()}
-    rng = _make_rng_files(ckpt, world, "random_states_{}.pkl", keys, placed)
-    return _draft_directory(
-        "accelerate", ckpt, source, options, [*small, *rng], placed, world, note_missing_rng(ckpt, rng, world)
-    )
+    rng, notes = _make_rng_files(ckpt, world, "random_states_{}.pkl", keys, placed, copies)
+    return _draft_directory("accelerate", ckpt, source, options, [*small, *rng], placed, world, notes, copies=copies)
 
 
 def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
@@ -330,7 +372,9 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
     refuse_unfit_optimizer(ckpt, "Trainer")
     ckpt, lost = _without_tensor_counters(ckpt, (*_TRAINER_STATE, "stateful_callbacks"), "trainer_state.json")
     world = options.ranks(ckpt)
+    alone = world == 1 and state_dict_type(ckpt, options) == "ddp"  # not launched as a distributed job
     placed: set[Path] = set()
+    copies: set[Path] = set()
     small, notes = [], []
     if scheduler := find_only_scheduler(ckpt):
         placed |= set(scheduler)
@@ -342,7 +386,8 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
     if scaler := select_leaves_below(ckpt, "scaler"):
         placed |= set(scaler)
         small.append(SmallFile("scaler.pt", strip_paths(scaler, 1)))
-    rng = _make_rng_files(ckpt, world, "rng_state_{}.pth" if world > 1 else "rng_state.pth", {}, placed)
+    name = "rng_state_{}.pth" if world > 1 else "rng_state.pth"
+    rng, missing = _make_rng_files(ckpt, world, name, {}, placed, copies, one_gpu=alone)
     counters: dict[Path, object] = {}
     of_trainer = _select_leaves(ckpt, "trainer")
     for key in sorted(_TRAINER_STATE):
@@ -372,8 +417,9 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         [*small, *rng, SmallFile("trainer_state.json", counters)],
         placed,
         world,
-        notes + note_missing_rng(ckpt, rng, world),
+        [*notes, *missing],
         made,
+        copies,
     )
     out.dropped += lost
     return out
@@ -399,13 +445,14 @@ def write_llamafactory(ckpt: Checkpoint, source: Source, options: WriteOptions) 
     ckpt, lost = _without_tensor_counters(ckpt, ("global_step", "epoch", "num_training_steps"), "metadata.json")
     world = options.ranks(ckpt)
     placed: set[Path] = set()
+    copies: set[Path] = set()
     small = []
     if scheduler := find_only_scheduler(ckpt):
         placed |= set(scheduler)
         small.append(SmallFile("scheduler.pt", strip_paths(scheduler, 1)))
     keys = {"cpu": "torch", "cuda": "accelerator"}
-    rng = _make_rng_files(ckpt, world, "rng_state/rank_{}.pt", keys, placed, frozenset(("python", "numpy", "cpu")))
-    notes = note_missing_rng(ckpt, rng, world)
+    most = None if world == ckpt.world_size else world  # it stops where the list is longer than the GPUs of a node
+    rng, notes = _make_rng_files(ckpt, world, "rng_state/rank_{}.pt", keys, placed, copies, most_gpus=most)
     loaders = _make_loader_files(ckpt, world, placed)
     if not loaders:
         notes.append(f"no data loader of {world} ranks is in the source: the job begins the epoch again")
@@ -427,6 +474,7 @@ def write_llamafactory(ckpt: Checkpoint, source: Source, options: WriteOptions) 
         world,
         notes,
         made,
+        copies,
     )
     out.dropped += lost
     return out

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import transformers
 from commands import ckpttool_here
 from peers import FIXTURES, difference, load_dcp, load_full, same_value, tensors_of
 from safetensors.torch import load_file, save_file
@@ -623,7 +627,9 @@ def test_an_entry_is_in_one_file_and_files_have_what_the_trainer_asks_for(to: st
         return
     own = torch.load(out / "ckpttool_state.pt", weights_only=False)
     assert {".".join(path) for path, _ in own["values"]} == LEFT_OVER[to]
-    assert {".".join(path) for path in own["paths"]} == ({"rng.0.torch"} if to == "lightning" else set())
+    assert {".".join(path) for path in own["paths"]} == {
+        "rng.0.torch"
+    }  # no trainer loads it without those of Python and numpy
     if to == "trainer":
         said = json.loads((out / "trainer_state.json").read_text())
         assert (
@@ -1004,3 +1010,105 @@ def test_a_written_directory_is_compared_with_the_record_beside_its_files(tmp_pa
     (tmp_path / "t" / "ckpttool.json").unlink()
     told = ckpttool.verify(tmp_path / "t", read_data=True)
     assert told.recorded == "equal" and any("were not compared" in note for note in told.notes)
+
+
+# ------------------------------------------------------------------------------------------- random states, scaler, GPUs
+
+
+def rng_state(**parts: Any) -> dict[str, Any]:
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state(), **parts}
+
+
+def with_rng(ranks: dict[str, Any], path: Path) -> Path:
+    w = torch.ones(4, 3)
+    optim = {"state": {"w": {"exp_avg": w, "step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
+    torch.save({"model": {"w": w}, "optim": optim, "scheduler": {"last_epoch": 3}, "step": 3, "rng": ranks}, path)
+    return path
+
+
+GPU = torch.arange(16, dtype=torch.uint8)
+#: {trainer: (name of the file of rank 0 in a job of one rank and in one of more, what it calls the state of GPUs)}
+RNG_FILES = {
+    "accelerate": ("random_states_0.pkl", "random_states_0.pkl", "torch_cuda_manual_seed"),
+    "trainer": ("rng_state.pth", "rng_state_0.pth", "cuda"),
+    "llamafactory": ("rng_state/rank_0.pt", "rng_state/rank_0.pt", "accelerator"),
+}
+
+
+@pytest.mark.parametrize("to", RNG_FILES)
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("saved", [1, [1], [1, 2], [1, 2, 3]])
+def test_the_state_of_gpus_is_loaded_in_its_form_or_kept(to: str, world: int, saved: Any, tmp_path: Path) -> None:
+    """Accelerate, LLaMA-Factory and a distributed Trainer hand it to set_rng_state_all, which takes a list, and a Trainer alone to
+    set_rng_state, which takes a tensor. LLaMA-Factory stops where the list is longer than the GPUs that there are."""
+    state = rng_state(cuda=[GPU + i for i in saved] if isinstance(saved, list) else GPU + saved)
+    source = with_rng({str(r): state for r in range(world)}, tmp_path / "in.pt")
+    done = ckpttool.convert(source, tmp_path / "out", to=to, world_size=world, like=source)
+    assert done.verified and not done.dropped
+    alone, several, key = RNG_FILES[to]
+    found = torch.load(tmp_path / "out" / (alone if world == 1 else several), weights_only=False)
+    one = to == "trainer" and world == 1
+    fits = (saved in (1, [1]) if world == 1 else isinstance(saved, list)) or (not one and isinstance(saved, list))
+    fits = fits and not (to == "llamafactory" and isinstance(saved, list) and len(saved) > world)
+    assert (key in found) == fits
+    notes = [n for n in done.notes if n.startswith("rng.0.cuda is the RNG state of")]
+    assert len(notes) == (not fits), done.notes
+    if fits:
+        wanted = GPU + 1 if one else [GPU + i for i in (saved if isinstance(saved, list) else [saved])]
+        assert same_value(found[key], wanted)
+    with ckpttool.open(tmp_path / "out") as opened:
+        kept = [t for n, t in opened.checkpoint.tensors.items() if n.startswith("rng.0.cuda")]
+        assert len(kept) == (len(saved) if isinstance(saved, list) else 1)
+
+
+def test_a_job_of_the_same_ranks_gets_the_states_of_all_gpus_of_its_nodes(tmp_path: Path) -> None:
+    source = with_rng({r: rng_state(cuda=[GPU, GPU + 1, GPU + 2]) for r in "01"}, tmp_path / "in.pt")
+    ckpttool.convert(source, tmp_path / "a", to="accelerate", world_size=2)
+    ckpttool.convert(tmp_path / "a", tmp_path / "b", to="llamafactory", world_size=2)
+    found = torch.load(tmp_path / "b" / "rng_state" / "rank_0.pt", weights_only=False)
+    assert len(found["accelerator"]) == 3
+
+
+@pytest.mark.parametrize("lacking", ["python", "numpy", "cpu"])
+@pytest.mark.parametrize("to", ["accelerate", "trainer"])
+def test_an_rng_state_that_lacks_a_part_is_kept_beside_the_trainer_s_files(
+    to: str, lacking: str, tmp_path: Path
+) -> None:
+    """Trainer stops with a KeyError in `_load_rng_state`, and Accelerate loads what comes before that part alone."""
+    partial = rng_state()
+    del partial[lacking]
+    source = with_rng({"0": rng_state(), "1": partial}, tmp_path / "in.pt")
+    done = ckpttool.convert(source, tmp_path / "out", to=to, world_size=2)
+    assert any("RNG states of 1 of 2 ranks" in n for n in done.notes) and not done.dropped
+    names = sorted(p.name for p in (tmp_path / "out").iterdir() if p.name.startswith("r"))
+    assert names == [RNG_FILES[to][1]]
+    with ckpttool.open(tmp_path / "out") as opened:
+        assert {*opened.checkpoint.values, *opened.checkpoint.tensors} >= {f"rng.1.{p}" for p in partial}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_trainer_itself_loads_the_state_that_a_script_calls_torch(world: int, tmp_path: Path) -> None:
+    state = rng_state()
+    state["torch"] = state.pop("cpu")
+    source = with_rng({str(r): state for r in range(2)}, tmp_path / "in.pt")
+    done = ckpttool.convert(source, tmp_path / "out", to="trainer", world_size=world, like=source)
+    assert done.verified and not done.dropped
+    args = SimpleNamespace(world_size=world, process_index=0, parallel_mode=None)
+    torch.rand(3), random.random(), np.random.rand()
+    transformers.Trainer._load_rng_state(SimpleNamespace(args=args), str(tmp_path / "out"))  # type: ignore[arg-type]
+    state["cpu"] = state.pop("torch")
+    assert same_value(plain(rng_state()), plain(state))
+    again = ckpttool.diff(source, tmp_path / "out")
+    assert not (again.only_in_a or again.data) and not any(n.startswith("rng.") for n in again.only_in_b)
+
+
+def test_olmo_core_s_random_states_are_those_of_trainer_without_the_versions(tmp_path: Path) -> None:
+    source = TRAINERS / "olmo_core_w3" / "step3"
+    done = ckpttool.convert(source, tmp_path / "out", to="trainer", world_size=3)
+    assert done.verified and not done.dropped
+    for rank in range(3):
+        saved = torch.load(source / "train" / f"rank{rank}.pt", weights_only=False)["rng"]
+        found = torch.load(tmp_path / "out" / f"rng_state_{rank}.pth", weights_only=False)
+        for theirs, ours in {"python": "python", "numpy": "numpy", "torch": "cpu"}.items():
+            assert same_value(plain(found[ours]), plain(saved[theirs]["state"]))
+    assert not ckpttool.diff(source, tmp_path / "out").only_in_a
