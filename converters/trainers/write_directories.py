@@ -59,6 +59,8 @@ _NAMES = {
     "full": ("pytorch_model_fsdp.bin", "optimizer.bin"),
     "ddp": ("pytorch_model.bin", "optimizer.bin"),
 }
+#: The keys of a state of torch.amp.GradScaler.
+_GRAD_SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 #: {layout: {state dict type: names of the model and of the optimizer}}
 _NAMES_OF = {
     "accelerate": _NAMES,
@@ -177,6 +179,30 @@ def strip_paths(leaves: Mapping[Path, object], cut: int, names: Mapping[str, str
 def _strip_component_and_key(leaves: Mapping[Path, object]) -> dict[Path, object]:
     """Return {path in a file: leaf}, without the first two elements of each path. A single value gets the path ()."""
     return {p[2:]: leaf for p, leaf in leaves.items()}
+
+
+def _make_scaler_file(ckpt: Checkpoint, placed: set[Path], otherwise: str) -> tuple[list[SmallFile], list[str]]:
+    """Return ([scaler.pt], []) if the source's gradient scaler is torch's GradScaler; otherwise no file, and a note if
+    it is another one. `placed` gets the canonical paths in the file.
+
+    GradScaler.load_state_dict (torch/amp/grad_scaler.py) asks for all of its keys. DeepSpeed's scaler has cur_scale,
+    Megatron-Core's growth_tracker.
+
+    Args:
+        ckpt: what is written.
+        placed: canonical paths that files hold.
+        otherwise: what the trainer does without the file, as a main clause.
+    """
+    found = select_leaves_below(ckpt, "scaler")
+    if not found:
+        return [], []
+    if not {("scaler", key) for key in _GRAD_SCALER} <= found.keys():
+        keys = ", ".join(dict.fromkeys(str(p[1]) for p in found))
+        return [], [
+            f"the source's gradient scaler ({keys}) is not torch's GradScaler, so there is no scaler.pt: {otherwise}"
+        ]
+    placed |= set(found)
+    return [SmallFile("scaler.pt", strip_paths(found, 1))], []
 
 
 def _name_rng_part(path: Path) -> Path:
@@ -341,9 +367,8 @@ def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) ->
     for i, (paths, state) in enumerate(_list_schedulers(ckpt)):
         placed |= paths
         small.append(SmallFile(f"scheduler{f'_{i}' if i else ''}.bin", state))
-    if scaler := select_leaves_below(ckpt, "scaler"):
-        placed |= set(scaler)
-        small.append(SmallFile("scaler.pt", strip_paths(scaler, 1)))
+    scaler, of_scaler = _make_scaler_file(ckpt, placed, "Accelerate with fp16 stops without scaler.pt")
+    small += scaler
     for key in {
         p[1]
         for p in _select_leaves(ckpt, "dataloader")
@@ -358,7 +383,9 @@ def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) ->
         small.append(SmallFile(f"{key}.pkl", _strip_component_and_key(found)))
     keys = {ours: theirs for theirs, ours in RNG_KEYS.items()}
     rng, notes = _make_rng_files(ckpt, world, "random_states_{}.pkl", keys, placed, copies)
-    return _draft_directory("accelerate", ckpt, source, options, [*small, *rng], placed, world, notes, copies=copies)
+    return _draft_directory(
+        "accelerate", ckpt, source, options, [*small, *rng], placed, world, [*of_scaler, *notes], copies=copies
+    )
 
 
 def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
@@ -383,9 +410,13 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         notes.append(
             f"{explain_missing_scheduler(ckpt)}: Trainer resumes an optimizer only where scheduler.pt is there too"
         )
-    if scaler := select_leaves_below(ckpt, "scaler"):
-        placed |= set(scaler)
-        small.append(SmallFile("scaler.pt", strip_paths(scaler, 1)))
+    scaler, of_scaler = _make_scaler_file(ckpt, placed, "a job with fp16 begins with a scaler of its own")
+    small += scaler
+    notes += of_scaler
+    if scaler:
+        notes.append(
+            "scaler.pt is for a job with fp16: Trainer with bf16 or fp32 stops there; delete the file for such a job"
+        )
     name = "rng_state_{}.pth" if world > 1 else "rng_state.pth"
     rng, missing = _make_rng_files(ckpt, world, name, {}, placed, copies, one_gpu=alone)
     counters: dict[Path, object] = {}

@@ -598,11 +598,13 @@ def test_what_a_trainer_has_no_file_for_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "back" / "rng_state_1.pth").exists() and not (tmp_path / "back" / "ckpttool_state.pt").exists()
 
 
+#: A state of torch.amp.GradScaler.
+SCALER = {"scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 1}
 #: {layout: what only ckpttool's own file has of a state with a scheduler, a scaler, random states and counters of the user's own}
 LEFT_OVER = {
     "accelerate": {"trainer.step", "trainer.epoch", "extra.args.lr"},
     "trainer": {"trainer.step", "extra.args.lr"},
-    "lightning": {"scaler.scale", "scaler._growth_tracker", "trainer.step", "extra.args.lr"},
+    "lightning": {*(f"scaler.{k}" for k in SCALER), "trainer.step", "extra.args.lr"},
 }
 
 
@@ -613,7 +615,7 @@ def test_an_entry_is_in_one_file_and_files_have_what_the_trainer_asks_for(to: st
     torch.save(
         {
             "model": {"w": w}, "optim": {"state": slots, "param_groups": [{"lr": 0.1, "params": ["w"]}]}, "step": 3, "epoch": 1,
-            "scheduler": {"last_epoch": 3}, "scaler": {"scale": 2.0, "_growth_tracker": 1}, "args": {"lr": 0.1},
+            "scheduler": {"last_epoch": 3}, "scaler": dict(SCALER), "args": {"lr": 0.1},
             "rng": {"0": {"torch": torch.arange(9, dtype=torch.uint8)}}, **({"dataloader": {}} if to == "torchtitan" else {}),
             **({"dataloader": {"sampler": {"seed": 3}}, "custom_checkpoint_0": {"a": 1}} if to == "accelerate" else {}),
         },
@@ -640,7 +642,7 @@ def test_an_entry_is_in_one_file_and_files_have_what_the_trainer_asks_for(to: st
         meta = torch.load(out / "meta.pt", weights_only=False)
         assert meta["pytorch-lightning_version"] and meta["callbacks"] == {} and meta["loops"]["fit_loop"]
     if to != "lightning":
-        assert torch.load(out / "scaler.pt") == {"scale": 2.0, "_growth_tracker": 1}
+        assert torch.load(out / "scaler.pt") == SCALER
 
 
 def test_a_moment_without_its_path_is_not_taken_for_a_weight(tmp_path: Path) -> None:
@@ -1112,3 +1114,32 @@ def test_olmo_core_s_random_states_are_those_of_trainer_without_the_versions(tmp
         for theirs, ours in {"python": "python", "numpy": "numpy", "torch": "cpu"}.items():
             assert same_value(plain(found[ours]), plain(saved[theirs]["state"]))
     assert not ckpttool.diff(source, tmp_path / "out").only_in_a
+
+
+#: Other programs' scalers: DeepSpeed's DynamicLossScaler, Megatron-Core's DynamicGradScaler.
+SCALERS = [
+    {"dynamic": True, "cur_scale": 256.0, "cur_iter": 3},
+    {"scale": 2.0, "growth_tracker": 1, "hysteresis_tracker": 2},
+]
+
+
+@pytest.mark.parametrize("to", ["accelerate", "trainer"])
+def test_scaler_pt_is_written_of_a_grad_scaler_alone(to: str, tmp_path: Path) -> None:
+    for i, saved in enumerate([SCALER, *SCALERS]):
+        tree = torch.load(with_rng({}, tmp_path / "in.pt"))
+        torch.save({**tree, "scaler": dict(saved)}, tmp_path / "in.pt")
+        out = tmp_path / str(i)
+        done = ckpttool.convert(tmp_path / "in.pt", out, to=to, world_size=2)
+        assert not done.dropped and ("scaler.pt" in " ".join(done.notes)) == (i > 0 or to == "trainer")
+        assert (out / "scaler.pt").exists() == (i == 0)
+        with ckpttool.open(out) as opened:
+            assert {n: v.data for n, v in opened.checkpoint.values.items() if n.startswith("scaler.")} == {
+                f"scaler.{k}": x for k, x in saved.items()
+            }
+    accelerator = SimpleNamespace(scaler=torch.amp.GradScaler("cpu"))
+    for kept in ("0", "1", "2"):
+        transformers.Trainer._load_scaler(SimpleNamespace(accelerator=accelerator), str(tmp_path / kept))  # type: ignore[arg-type]
+    assert accelerator.scaler.get_scale() == 2.0
+    accelerator.scaler = None  # with bf16; what the note is about
+    with pytest.raises(AttributeError):
+        transformers.Trainer._load_scaler(SimpleNamespace(accelerator=accelerator), str(tmp_path / "0"))  # type: ignore[arg-type]
