@@ -30,6 +30,7 @@ from .dialect import name_tree_beside_model
 from .filenames import RNG_KEYS
 from .join import (
     SmallFile,
+    add_adamw_options,
     collect_left_over_state,
     draft_model_and_optimizer,
     draft_small_files,
@@ -336,6 +337,7 @@ def _draft_directory(
             code="CKPT0317",
         )
     kind = state_dict_type(ckpt, options)
+    ckpt, groups, of_groups = add_adamw_options(ckpt) if kind == "sharded" else (ckpt, {}, [])
     parts = draft_model_and_optimizer(ckpt, source, options, _NAMES_OF[name], at_root=name == "llamafactory")
     rest, kept = collect_left_over_state(ckpt, placed, copies)
     parts.append(("", draft_small_files(ckpt, [*rest, *small], options)))
@@ -347,8 +349,8 @@ def _draft_directory(
     elif options.of(DirectoryOptions).state_dict_type is None:
         notes = [f"for a job of one process without FSDP; {other} writes it for one with", *notes]
     turn_positions_into_keys(out, (p for p in placed if p[0] in ("scheduler", "rng")))
-    out.notes += [*notes, *kept]
-    out.synthesized_values |= {joined(p): data for p, data in made.items()}
+    out.notes += [*notes, *of_groups, *kept]
+    out.synthesized_values |= groups | {joined(p): data for p, data in made.items()}
     return out
 
 
@@ -674,6 +676,7 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
         placed |= set(own.values())
         leaves = ckpt.leaves()
         meta |= {at: leaves[p] for at, p in own.items()}
+    ckpt, groups, of_groups = add_adamw_options(ckpt)
     state = replace(ckpt.only(["model", "optim"]), origin={}, ranks={}, notes=[])
     keys = {"model": "state_dict", "optim": "optimizer_0"}
 
@@ -692,8 +695,8 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
         out, (p for paths, _ in _list_schedulers(ckpt) for p in paths if str(p[1]).isdecimal()), back=True
     )
     out.dropped += lost
-    out.notes += [*describe_other_schedulers(ckpt), *notes, *kept]
-    out.synthesized_values |= {joined(p): data for p, data in made.items()}
+    out.notes += [*describe_other_schedulers(ckpt), *notes, *of_groups, *kept]
+    out.synthesized_values |= groups | {joined(p): data for p, data in made.items()}
     return out
 
 
@@ -814,6 +817,7 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
     made = {p: data for p, data in needed.items() if joined(p) not in ckpt.tensors and ckpt.value(joined(p)) is None}
     dropped = [joined(p) for p in ckpt.leaves() if p not in made and any(_paths_conflict(p, q) for q in made)]
     ckpt, lost = _without_entries(ckpt, dropped, "torchtitan has entries with names there, which it asks for")
+    ckpt, added, of_groups = add_adamw_options(ckpt)
     values = {**ckpt.values, **{joined(p): Value(p, data) for p, data in made.items()}}
     draft = write_dcp(replace(ckpt, values=values, origin={}, notes=[]), source, replace(options, tree=_to_titan_tree))
     draft.taken_apart = {n: v for n, v in draft.taken_apart.items() if v.path[0] != "optim"}
@@ -828,6 +832,9 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
     after = {joined(p): Value(p, x) for p, x in read.items() if p[:2] == ("optim", "param_groups")}
     draft.changed |= list_changed_values(groups, after, "torchtitan keeps options by parameter")
     draft.checkpoint.values = {n: v for n, v in draft.checkpoint.values.items() if n not in groups} | after
+    draft.changed = {n: how for n, how in draft.changed.items() if n not in added}
+    draft.synthesized_values |= {n: data for n, data in added.items() if n in after}
+    draft.notes += of_groups
     if made:
         draft.notes.append(
             f"{', '.join(map(joined, made))} are not in the source: {', '.join(map(str, made.values()))} was written"

@@ -14,11 +14,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
 from commands import ckpttool_here
 from peers import FIXTURES, difference, load_dcp, load_full, same_value, tensors_of
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
 
 import ckpttool
 from ckpttool.errors import Corrupt, MissingPackage, Unsafe, Unsupported, UsageError
@@ -1143,3 +1151,87 @@ def test_scaler_pt_is_written_of_a_grad_scaler_alone(to: str, tmp_path: Path) ->
     accelerator.scaler = None  # with bf16; what the note is about
     with pytest.raises(AttributeError):
         transformers.Trainer._load_scaler(SimpleNamespace(accelerator=accelerator), str(tmp_path / "0"))  # type: ignore[arg-type]
+
+
+def adamw_job() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def fused_adam_state(path: Path) -> Path:
+    """What a job has after a step of DeepSpeed's FusedAdam: its options, and steps that are integers."""
+    model, optimizer = adamw_job()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    weights, optim = get_state_dict(model, optimizer)
+    for slots in optim["state"].values():
+        slots["step"] = 1
+    own = {"lr": 0.05, "bias_correction": True, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.01}
+    optim["param_groups"] = [own | {"params": optim["param_groups"][0]["params"]}]
+    torch.save({"model": weights, "optim": optim, "step": 1}, path)
+    return path
+
+
+#: {trainer: (folder of the optimizer's dcp, its key there, whether its state dict is flattened by parameter)}
+STRICT = {
+    "accelerate": ("optimizer_0", "optimizer", False),
+    "trainer": ("optimizer_0", "optimizer", False),
+    "llamafactory": ("optimizer", None, False),
+    "xtuner": ("weights", "optimizer", False),
+    "lightning": ("", "optimizer_0", False),
+    "torchtitan": ("", "optimizer", True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("to", STRICT)
+def test_a_job_with_adamw_loads_what_fused_adam_left(to: str, tmp_path: Path) -> None:
+    """These trainers load by `dcp.load(get_optimizer_state_dict(...))`, which raises for an option that is not there."""
+    done = ckpttool.convert(fused_adam_state(tmp_path / "in.pt"), tmp_path / "out", to=to, world_size=2)
+    (note,) = [n for n in done.notes if "was taken for AdamW" in n]
+    assert "amsgrad False" in note and "decoupled_weight_decay True" in note and not done.dropped
+    assert "optim.param_groups.0.amsgrad" in done.added
+    folder_of, key, flat = STRICT[to]
+    model, optimizer = adamw_job()
+    how = StateDictOptions(flatten_optimizer_state_dict=flat)
+    state = get_optimizer_state_dict(model, optimizer, options=how)
+    dcp.load({key: state} if key else state, checkpoint_id=tmp_path / "out" / folder_of, no_dist=True)
+    set_optimizer_state_dict(model, optimizer, state, options=how)
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["amsgrad"], group["decoupled_weight_decay"]) == (0.05, False, True)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert {int(slots["step"]) for slots in optimizer.state.values()} == {2}
+
+
+def test_groups_with_options_of_torch_or_without_bias_correction_get_none(tmp_path: Path) -> None:
+    tree = torch.load(fused_adam_state(tmp_path / "in.pt"))
+    for i, own in enumerate(({"bias_correction": False}, {"momentum_decay": 0.1, "maximize": False})):
+        group = {k: x for k, x in tree["optim"]["param_groups"][0].items() if k != "bias_correction"} | own
+        torch.save({**tree, "optim": {**tree["optim"], "param_groups": [group]}}, tmp_path / f"{i}.pt")
+        for to in ("accelerate", "dcp"):
+            done = ckpttool.convert(tmp_path / f"{i}.pt", tmp_path / f"{i}-{to}", to=to, world_size=2)
+            assert not any("amsgrad" in n for n in (*done.notes, *done.added))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_dcp_stays_as_it_is_and_says_how_a_job_with_adamw_loads_it(tmp_path: Path) -> None:
+    done = ckpttool.convert(fused_adam_state(tmp_path / "in.pt"), tmp_path / "out", to="dcp", world_size=2)
+    (note,) = [n for n in done.notes if "lack amsgrad, maximize," in n]
+    assert "ckpttool.load(model, optimizer, DIR)" in note and "allow_partial_load=True" in note and not done.added
+    for way in ("ckpttool", "partial", "strict"):
+        model, optimizer = adamw_job()
+        if way == "ckpttool":
+            ckpttool.load(model, optimizer, tmp_path / "out")
+        else:
+            state = {"optim": get_optimizer_state_dict(model, optimizer)}
+            planner = DefaultLoadPlanner(allow_partial_load=way == "partial")
+            if way == "strict":
+                with pytest.raises(CheckpointException, match=r"Missing key.*optim\.param_groups\.0\.amsgrad"):
+                    dcp.load(state, checkpoint_id=tmp_path / "out", planner=planner, no_dist=True)
+                continue
+            dcp.load(state, checkpoint_id=tmp_path / "out", planner=planner, no_dist=True)
+            set_optimizer_state_dict(model, optimizer, state["optim"])
+        assert optimizer.param_groups[0]["lr"] == 0.05 and optimizer.param_groups[0]["amsgrad"] is False
+        assert {int(slots["step"]) for slots in optimizer.state.values()} == {1}
