@@ -36,7 +36,40 @@ from ..options import MeshOptions
 from .dcp_metadata import META, STORAGE
 from .object_items import Parts, Whole, divide_object_rows
 
-__all__ = ["write"]
+__all__ = ["list_missing_adamw_options", "write"]
+
+#: The options of torch.optim.AdamW's param groups beyond those of any Adam, with their defaults (torch 2.13).
+_ADAMW_OPTIONS: dict[str, object] = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+
+
+def list_missing_adamw_options(ckpt: Checkpoint) -> dict[Path, object]:
+    """Return {canonical path: AdamW's default} of the options that torch's AdamW has in its param groups and that those
+    of another Adam lack; {} if there are none.
+
+    torch.distributed.checkpoint raises for every entry that a job has and a checkpoint lacks. FusedAdam (DeepSpeed,
+    TransformerEngine, Apex), which has bias_correction, and OLMo-core's SkipStepAdamW lack such options. Groups that
+    have some of them otherwise are of an older torch, or of another optimizer of its, and are left as they are.
+    """
+    groups: dict[Path, dict[str, object]] = {}
+    for path, leaf in ckpt.leaves().items():
+        if path[:2] == ("optim", "param_groups") and len(path) > 3:
+            groups.setdefault(path[:3], {})[str(path[3])] = leaf
+    return {
+        (*at, key): default
+        for at, group in groups.items()
+        if {"betas", "eps"} <= group.keys() and group.get("bias_correction", True) is not False
+        if "bias_correction" in group or not _ADAMW_OPTIONS.keys() & group.keys()
+        for key, default in _ADAMW_OPTIONS.items()
+        if key not in group
+    }
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
@@ -99,6 +132,13 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         tensors[name] = replace(t, chunks=_place_chunks(t, sizes, at), coding="raw")
     if plan is not None:
         notes.append(plan.note)
+    if options.tree is None and (lacking := list_missing_adamw_options(ckpt)):
+        keys = ", ".join(dict.fromkeys(str(p[3]) for p in lacking))
+        notes.append(
+            f"the param groups lack {keys}, for which dcp.load asks in a job with torch's AdamW: `ckpttool.load(model, "
+            "optimizer, DIR)` keeps the job's own there, and so does `dcp.load(..., planner=DefaultLoadPlanner("
+            "allow_partial_load=True))`"
+        )
     out = Checkpoint("dcp", options.target, world, [*files, ".metadata"], [*at, 0], tensors, ckpt.values)
     draft_files = [
         DraftFile(f, n, bytes(head) if i == 0 else b"", frames_alone=not objects and not wholes)

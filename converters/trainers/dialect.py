@@ -568,7 +568,9 @@ def _read_data_part(
     if part.layout != DATA and () in leaves:
         raise Corrupt(f"{what} holds {short(leaves[()])}, not a dict with names.", code="CKPT0406")
     if part.layout == _OURS:
-        leaves = _parse_left_over(leaves, what)
+        leaves, copies = _parse_left_over(leaves, what)
+        whole.tensors = {n: t for n, t in whole.tensors.items() if t.path not in copies}
+        whole.values = {n: v for n, v in whole.values.items() if v.path not in copies}
     if part.layout == FOREIGN:
         leaves = _with_foreign_optimizer_as_extra(leaves, whole, part, out.notes)
     if part.layout in (TREE, FOREIGN):
@@ -665,9 +667,9 @@ def _with_foreign_optimizer_as_extra(
     return {("extra", stem, *p) if p[0] == "optimizer" else p: leaf for p, leaf in leaves.items()}
 
 
-def _parse_left_over(leaves: Mapping[Path, Any], what: str) -> dict[Path, object]:
-    """Return {canonical path: leaf} of ckpttool_state.pt, in which ckpttool keeps state that the trainer has no file
-    for.
+def _parse_left_over(leaves: Mapping[Path, Any], what: str) -> tuple[dict[Path, object], set[Path]]:
+    """Return ({canonical path: leaf} of ckpttool_state.pt, in which ckpttool keeps state that the trainer has no file
+    for; the canonical paths of RNG states in other files that are copies of it).
 
     Args:
         leaves: {path in the file: leaf}.
@@ -683,12 +685,13 @@ def _parse_left_over(leaves: Mapping[Path, Any], what: str) -> dict[Path, object
             if path[0] not in COMPONENTS or path in out or not all(isinstance(x, (str, int)) for x in path):
                 raise ValueError(path)
             out[path] = data
+        copies = {path for path in leaves.get(("copies",), ()) if path[0] == "rng"}
     except (TypeError, ValueError, KeyError, IndexError) as e:
         raise Corrupt(
             f"{what}: not a file of state that ckpttool wrote ({e!r:.80}). Remove it to go on without it.",
             code="CKPT0406",
         ) from None
-    return out
+    return out, copies
 
 
 def _merge_part_index(out: Checkpoint, found: Checkpoint, part: DirectoryPart) -> None:

@@ -9,7 +9,7 @@ ckpttool_state.pt     what the trainer has no file for, so that nothing is lost:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -29,12 +29,14 @@ from ckpttool.printable import list_first
 from ckpttool.storage.source import Source
 
 from .. import full
+from ..dcp.write_dcp import list_missing_adamw_options
 from ..dcp.write_dcp import write as write_dcp
 from ..options import DirectoryOptions
 from .dialect import LEFT_OVER, to_live_peft_name
 
 __all__ = [
     "SmallFile",
+    "add_adamw_options",
     "collect_left_over_state",
     "draft_model_and_optimizer",
     "draft_small_files",
@@ -63,6 +65,22 @@ def state_dict_type(ckpt: Checkpoint, options: WriteOptions) -> str:
         UsageError: no world size was given and the source has none.
     """
     return options.of(DirectoryOptions).state_dict_type or ("ddp" if options.ranks(ckpt) == 1 else "sharded")
+
+
+def add_adamw_options(ckpt: Checkpoint) -> tuple[Checkpoint, dict[str, object], list[str]]:
+    """Return (the checkpoint with the options of torch's AdamW that its param groups lack; {name: value} of those; a
+    note on them), for a trainer whose loader asks dcp for every option that its optimizer has."""
+    made = list_missing_adamw_options(ckpt)
+    if not made:
+        return ckpt, {}, []
+    said = ", ".join(dict.fromkeys(f"{p[3]} {data}" for p, data in made.items()))
+    note = (
+        "the param groups lack options for which a job with torch's optimizer asks, and do not say whether theirs was "
+        f"Adam or AdamW: it was taken for AdamW, whose defaults were added ({said}). A job with Adam sets "
+        "decoupled_weight_decay to False after the load"
+    )
+    full = replace(ckpt, values={**ckpt.values, **{joined(p): Value(p, data) for p, data in made.items()}})
+    return full, {joined(p): data for p, data in made.items()}, [note]
 
 
 def draft_model_and_optimizer(
@@ -232,8 +250,8 @@ def make_component_tree(key: Path, numbers: Mapping[str, int], leaves: dict[Path
 
 
 def draft_small_files(ckpt: Checkpoint, files: Sequence[SmallFile], options: WriteOptions) -> Draft:
-    """Draft files of torch.save and JSON. Tensors of `ckpt` in them are copied from the source; all other leaves are
-    written as they are."""
+    """Draft files of torch.save and JSON. Tensors of `ckpt` in them are copied from the source, those of another file
+    too, whose paths begin with "replica"; all other leaves are written as they are."""
     out = TorchFiles()
     tensors: dict[str, TensorEntry] = {}
     for file in files:
@@ -258,7 +276,8 @@ def draft_small_files(ckpt: Checkpoint, files: Sequence[SmallFile], options: Wri
             at = out.offset(number, key)
             tensors[joined(t.path)] = replace(t, chunks=Chunks.whole(t.shape, number, at, t.nbytes), coding="raw")
     index = Checkpoint("data", options.target, None, [], [], tensors, {})
-    return out.draft(index, {n: ckpt.tensors[n] for n in tensors})
+    sources = {n: ckpt.tensors[joined(t.path[1:]) if t.path[0] == "replica" else n] for n, t in tensors.items()}
+    return out.draft(index, sources)
 
 
 def _add_storage(
@@ -330,14 +349,18 @@ def join_drafts(
     return out
 
 
-def collect_left_over_state(ckpt: Checkpoint, placed: set[Path]) -> tuple[list[SmallFile], list[str]]:
+def collect_left_over_state(
+    ckpt: Checkpoint, placed: set[Path], copies: Collection[Path] = ()
+) -> tuple[list[SmallFile], list[str]]:
     """Collect the state besides model and optimizer that no other file holds, for the file ckpttool_state.pt.
 
-    The file is {"values": ((path, data), ...), "tensors": {"0": tensor, ...}, "paths": (path of tensor 0, ...)}.
+    The file is {"values": ((path, data), ...), "tensors": {"0": tensor, ...}, "paths": (path of tensor 0, ...)}, and
+    has "copies": (path, ...) where a reader has to leave out what other files hold in the form of this trainer.
 
     Args:
         ckpt: what is written.
         placed: the canonical paths that other files hold.
+        copies: the canonical paths that a reader gives to copies in other files, whose originals are not in `placed`.
 
     Returns:
         ([ckpttool_state.pt], [a note on it]); two empty lists if nothing is left.
@@ -349,6 +372,8 @@ def collect_left_over_state(ckpt: Checkpoint, placed: set[Path]) -> tuple[list[S
     values = tuple((_with_text_numbers(p), leaf) for p, leaf in rest.items() if not isinstance(leaf, TensorEntry))
     leaves: dict[Path, object] = {("values",): values, ("paths",): tuple(_with_text_numbers(t.path) for t in tensors)}
     leaves |= {("tensors", str(i)): t for i, t in enumerate(tensors)}
+    if copies:
+        leaves["copies",] = tuple(sorted(copies, key=joined))
     kept = sorted({str(p[0]) if p[0] != "extra" else joined(p[:2]) for p in rest})
     return [SmallFile(LEFT_OVER, leaves)], [
         f"{LEFT_OVER} keeps what this trainer has no file for: {list_first(kept, 8)}"

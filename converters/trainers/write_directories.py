@@ -4,7 +4,7 @@ describes the files."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -21,6 +21,7 @@ from ckpttool.index.names import canonical, describe_weights_elsewhere, original
 from ckpttool.index.paths import keep_extra_state_trees, list_own_keys
 from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions
+from ckpttool.printable import count_noun
 from ckpttool.storage.source import Source
 
 from .. import full
@@ -30,6 +31,7 @@ from .dialect import name_tree_beside_model
 from .filenames import RNG_KEYS
 from .join import (
     SmallFile,
+    add_adamw_options,
     collect_left_over_state,
     draft_model_and_optimizer,
     draft_small_files,
@@ -59,6 +61,8 @@ _NAMES = {
     "full": ("pytorch_model_fsdp.bin", "optimizer.bin"),
     "ddp": ("pytorch_model.bin", "optimizer.bin"),
 }
+#: The keys of a state of torch.amp.GradScaler.
+_GRAD_SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 #: {layout: {state dict type: names of the model and of the optimizer}}
 _NAMES_OF = {
     "accelerate": _NAMES,
@@ -179,15 +183,55 @@ def _strip_component_and_key(leaves: Mapping[Path, object]) -> dict[Path, object
     return {p[2:]: leaf for p, leaf in leaves.items()}
 
 
+def _make_scaler_file(ckpt: Checkpoint, placed: set[Path], otherwise: str) -> tuple[list[SmallFile], list[str]]:
+    """Return ([scaler.pt], []) if the source's gradient scaler is torch's GradScaler; otherwise no file, and a note if
+    it is another one. `placed` gets the canonical paths in the file.
+
+    GradScaler.load_state_dict (torch/amp/grad_scaler.py) asks for all of its keys. DeepSpeed's scaler has cur_scale,
+    Megatron-Core's growth_tracker.
+
+    Args:
+        ckpt: what is written.
+        placed: canonical paths that files hold.
+        otherwise: what the trainer does without the file, as a main clause.
+    """
+    found = select_leaves_below(ckpt, "scaler")
+    if not found:
+        return [], []
+    if not {("scaler", key) for key in _GRAD_SCALER} <= found.keys():
+        keys = ", ".join(dict.fromkeys(str(p[1]) for p in found))
+        return [], [
+            f"the source's gradient scaler ({keys}) is not torch's GradScaler, so there is no scaler.pt: {otherwise}"
+        ]
+    placed |= set(found)
+    return [SmallFile("scaler.pt", strip_paths(found, 1))], []
+
+
+def _name_rng_part(path: Path) -> Path:
+    """Return the canonical path that a trainer's file has for an RNG state of a rank.
+
+    Scripts call the state of the CPU "torch", after torch.get_rng_state(), and OLMo-core keeps each state beside the
+    version of the library, {"torch": {"version", "state"}, ...}.
+    """
+    part, rest = "cpu" if path[2] == "torch" else path[2], path[3:]
+    return ("rng", str(path[1]), part, *(rest[1:] if rest[:1] == ("state",) else rest))
+
+
 def _make_rng_files(
     ckpt: Checkpoint,
     world: int,
     pattern: str,
     keys: Mapping[str, str],
     placed: set[Path],
-    needs: frozenset[str] = frozenset(),
-) -> list[SmallFile]:
-    """Return the files with RNG state: one for each rank of the new job whose state the source has.
+    copies: set[Path],
+    one_gpu: bool = False,
+    most_gpus: int | None = None,
+) -> tuple[list[SmallFile], list[str]]:
+    """Return (files with RNG state, one for each rank of the new job whose state the source has; notes for the user).
+
+    Trainers load the states of Python, numpy and the CPU one after another, and stop, or load no more, where one is
+    missing: a rank without one of them gets no file. States of GPUs are in it only in the form that is loaded; in a job
+    of one rank a list with one state is the same as that state. What has another path in a file is a copy there.
 
     Args:
         ckpt: what is written.
@@ -195,18 +239,43 @@ def _make_rng_files(
         pattern: name of a file, with {} for the rank.
         keys: {canonical name of a part of the state: its name in the file}.
         placed: gets the canonical paths that are in these files.
-        needs: canonical names of the parts that the trainer needs to read a file; a rank without one of them gets no
-            file. If given, a CUDA state of a single device is left out, since such a trainer reads the states of all
-            devices.
+        copies: gets the canonical paths that a reader gives to the copies in these files.
+        one_gpu: whether the trainer loads the state of one GPU; if not, it loads a list of those of all GPUs.
+        most_gpus: the longest such list that a job is sure to have the GPUs for; None for any.
     """
-    of_rank: dict[str, dict[Path, object]] = {}
-    for path, leaf in _select_leaves(ckpt, "rng").items():
-        if len(path) > 2 and not (needs and path[2:] == ("cuda",) and isinstance(leaf, TensorEntry)):
-            of_rank.setdefault(str(path[1]), {})[path] = leaf
-    ranks = {r: found for r in range(world) if (found := of_rank.get(str(r))) and needs <= {p[2] for p in found}}
-    for found in ranks.values():
-        placed |= set(found)
-    return [SmallFile(pattern.format(rank), strip_paths(found, 2, keys)) for rank, found in ranks.items()]
+    of_rank: dict[str, dict[Path, Path]] = {}
+    leaves = _select_leaves(ckpt, "rng")
+    for path in leaves:
+        if len(path) > 2 and (path[2] != "torch" or (*path[:2], "cpu") not in leaves) and path[3:] != ("version",):
+            of_rank.setdefault(str(path[1]), {})[_name_rng_part(path)] = path
+    files: list[SmallFile] = []
+    unfit: list[str] = []
+    for rank in range(world):
+        found = of_rank.get(str(rank), {})  # {path in the files: path in the source}
+        if not {"python", "numpy", "cpu"} <= {p[2] for p in found if len(p) == 3 or isinstance(p[3], int)}:
+            continue
+        gpus = [p for p, of in found.items() if p[2] == "cuda" and isinstance(leaves[of], TensorEntry)]
+        if len(gpus) == world == 1:
+            whole = gpus[0][:3]
+            found = {(whole if one_gpu else (*whole, 0)) if p == gpus[0] else p: of for p, of in found.items()}
+            gpus = [whole if one_gpu else (*whole, 0)]
+        fits = all((len(p) == 3) == one_gpu for p in gpus)
+        if not fits or (most_gpus is not None and len(gpus) > most_gpus):
+            why = "a job of one process loads that of one" if one_gpu else "this trainer loads a list of them"
+            why = f"a job of {world} ranks may have fewer" if fits else why
+            unfit.append(
+                f"{joined(gpus[0][:3])} is the RNG state of {count_noun(len(gpus), 'GPU')}, and {why}: GPUs "
+                "keep the seeds that the script sets"
+            )
+            found = {p: of for p, of in found.items() if p[2] != "cuda"}
+        here: dict[Path, object] = {}
+        for path, of in found.items():
+            leaf = leaves[of]
+            kept = path[2:] == of[2:]
+            (placed if kept else copies).add(of if kept else path)
+            here[path] = replace(leaf, path=("replica", *of)) if isinstance(leaf, TensorEntry) and not kept else leaf
+        files.append(SmallFile(pattern.format(rank), strip_paths(here, 2, keys)))
+    return files, [*note_missing_rng(ckpt, files, world), *unfit[:1]]
 
 
 def note_missing_rng(ckpt: Checkpoint, files: Sequence[SmallFile], world: int) -> list[str]:
@@ -242,6 +311,7 @@ def _draft_directory(
     world: int,
     notes: list[str],
     made: Mapping[Path, object] = MappingProxyType({}),
+    copies: Collection[Path] = (),
 ) -> Draft:
     """Draft a directory of Accelerate, Trainer or LLaMA-Factory: model and optimizer, the small files, and
     ckpttool_state.pt with the rest.
@@ -256,6 +326,7 @@ def _draft_directory(
         world: ranks of the new job.
         notes: notes for the user on the small files.
         made: {canonical path: value} of values that are written and that the source does not have.
+        copies: canonical paths that a reader gives to what the small files have in another form than the source.
 
     Raises:
         Unsupported: there are no weights, or the optimizer's parameters cannot be numbered.
@@ -267,8 +338,9 @@ def _draft_directory(
             code="CKPT0317",
         )
     kind = state_dict_type(ckpt, options)
+    ckpt, groups, of_groups = add_adamw_options(ckpt) if kind == "sharded" else (ckpt, {}, [])
     parts = draft_model_and_optimizer(ckpt, source, options, _NAMES_OF[name], at_root=name == "llamafactory")
-    rest, kept = collect_left_over_state(ckpt, placed)
+    rest, kept = collect_left_over_state(ckpt, placed, copies)
     parts.append(("", draft_small_files(ckpt, [*rest, *small], options)))
     out = join_drafts(name, ckpt, parts, options, world)
     out.notes += describe_other_schedulers(ckpt)
@@ -278,8 +350,8 @@ def _draft_directory(
     elif options.of(DirectoryOptions).state_dict_type is None:
         notes = [f"for a job of one process without FSDP; {other} writes it for one with", *notes]
     turn_positions_into_keys(out, (p for p in placed if p[0] in ("scheduler", "rng")))
-    out.notes += [*notes, *kept]
-    out.synthesized_values |= {joined(p): data for p, data in made.items()}
+    out.notes += [*notes, *of_groups, *kept]
+    out.synthesized_values |= groups | {joined(p): data for p, data in made.items()}
     return out
 
 
@@ -293,13 +365,13 @@ def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) ->
     refuse_unfit_optimizer(ckpt, "Accelerate")
     world = options.ranks(ckpt)
     placed: set[Path] = set()
+    copies: set[Path] = set()
     small = []
     for i, (paths, state) in enumerate(_list_schedulers(ckpt)):
         placed |= paths
         small.append(SmallFile(f"scheduler{f'_{i}' if i else ''}.bin", state))
-    if scaler := select_leaves_below(ckpt, "scaler"):
-        placed |= set(scaler)
-        small.append(SmallFile("scaler.pt", strip_paths(scaler, 1)))
+    scaler, of_scaler = _make_scaler_file(ckpt, placed, "Accelerate with fp16 stops without scaler.pt")
+    small += scaler
     for key in {
         p[1]
         for p in _select_leaves(ckpt, "dataloader")
@@ -313,9 +385,9 @@ def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) ->
         placed |= set(found)
         small.append(SmallFile(f"{key}.pkl", _strip_component_and_key(found)))
     keys = {ours: theirs for theirs, ours in RNG_KEYS.items()}
-    rng = _make_rng_files(ckpt, world, "random_states_{}.pkl", keys, placed)
+    rng, notes = _make_rng_files(ckpt, world, "random_states_{}.pkl", keys, placed, copies)
     return _draft_directory(
-        "accelerate", ckpt, source, options, [*small, *rng], placed, world, note_missing_rng(ckpt, rng, world)
+        "accelerate", ckpt, source, options, [*small, *rng], placed, world, [*of_scaler, *notes], copies=copies
     )
 
 
@@ -330,7 +402,9 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
     refuse_unfit_optimizer(ckpt, "Trainer")
     ckpt, lost = _without_tensor_counters(ckpt, (*_TRAINER_STATE, "stateful_callbacks"), "trainer_state.json")
     world = options.ranks(ckpt)
+    alone = world == 1 and state_dict_type(ckpt, options) == "ddp"  # not launched as a distributed job
     placed: set[Path] = set()
+    copies: set[Path] = set()
     small, notes = [], []
     if scheduler := find_only_scheduler(ckpt):
         placed |= set(scheduler)
@@ -339,10 +413,15 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         notes.append(
             f"{explain_missing_scheduler(ckpt)}: Trainer resumes an optimizer only where scheduler.pt is there too"
         )
-    if scaler := select_leaves_below(ckpt, "scaler"):
-        placed |= set(scaler)
-        small.append(SmallFile("scaler.pt", strip_paths(scaler, 1)))
-    rng = _make_rng_files(ckpt, world, "rng_state_{}.pth" if world > 1 else "rng_state.pth", {}, placed)
+    scaler, of_scaler = _make_scaler_file(ckpt, placed, "a job with fp16 begins with a scaler of its own")
+    small += scaler
+    notes += of_scaler
+    if scaler:
+        notes.append(
+            "scaler.pt is for a job with fp16: Trainer with bf16 or fp32 stops there; delete the file for such a job"
+        )
+    name = "rng_state_{}.pth" if world > 1 else "rng_state.pth"
+    rng, missing = _make_rng_files(ckpt, world, name, {}, placed, copies, one_gpu=alone)
     counters: dict[Path, object] = {}
     of_trainer = _select_leaves(ckpt, "trainer")
     for key in sorted(_TRAINER_STATE):
@@ -372,8 +451,9 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         [*small, *rng, SmallFile("trainer_state.json", counters)],
         placed,
         world,
-        notes + note_missing_rng(ckpt, rng, world),
+        [*notes, *missing],
         made,
+        copies,
     )
     out.dropped += lost
     return out
@@ -399,13 +479,14 @@ def write_llamafactory(ckpt: Checkpoint, source: Source, options: WriteOptions) 
     ckpt, lost = _without_tensor_counters(ckpt, ("global_step", "epoch", "num_training_steps"), "metadata.json")
     world = options.ranks(ckpt)
     placed: set[Path] = set()
+    copies: set[Path] = set()
     small = []
     if scheduler := find_only_scheduler(ckpt):
         placed |= set(scheduler)
         small.append(SmallFile("scheduler.pt", strip_paths(scheduler, 1)))
     keys = {"cpu": "torch", "cuda": "accelerator"}
-    rng = _make_rng_files(ckpt, world, "rng_state/rank_{}.pt", keys, placed, frozenset(("python", "numpy", "cpu")))
-    notes = note_missing_rng(ckpt, rng, world)
+    most = None if world == ckpt.world_size else world  # it stops where the list is longer than the GPUs of a node
+    rng, notes = _make_rng_files(ckpt, world, "rng_state/rank_{}.pt", keys, placed, copies, most_gpus=most)
     loaders = _make_loader_files(ckpt, world, placed)
     if not loaders:
         notes.append(f"no data loader of {world} ranks is in the source: the job begins the epoch again")
@@ -427,6 +508,7 @@ def write_llamafactory(ckpt: Checkpoint, source: Source, options: WriteOptions) 
         world,
         notes,
         made,
+        copies,
     )
     out.dropped += lost
     return out
@@ -595,6 +677,7 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
         placed |= set(own.values())
         leaves = ckpt.leaves()
         meta |= {at: leaves[p] for at, p in own.items()}
+    ckpt, groups, of_groups = add_adamw_options(ckpt)
     state = replace(ckpt.only(["model", "optim"]), origin={}, ranks={}, notes=[])
     keys = {"model": "state_dict", "optim": "optimizer_0"}
 
@@ -613,8 +696,8 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
         out, (p for paths, _ in _list_schedulers(ckpt) for p in paths if str(p[1]).isdecimal()), back=True
     )
     out.dropped += lost
-    out.notes += [*describe_other_schedulers(ckpt), *notes, *kept]
-    out.synthesized_values |= {joined(p): data for p, data in made.items()}
+    out.notes += [*describe_other_schedulers(ckpt), *notes, *of_groups, *kept]
+    out.synthesized_values |= groups | {joined(p): data for p, data in made.items()}
     return out
 
 
@@ -735,6 +818,7 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
     made = {p: data for p, data in needed.items() if joined(p) not in ckpt.tensors and ckpt.value(joined(p)) is None}
     dropped = [joined(p) for p in ckpt.leaves() if p not in made and any(_paths_conflict(p, q) for q in made)]
     ckpt, lost = _without_entries(ckpt, dropped, "torchtitan has entries with names there, which it asks for")
+    ckpt, added, of_groups = add_adamw_options(ckpt)
     values = {**ckpt.values, **{joined(p): Value(p, data) for p, data in made.items()}}
     draft = write_dcp(replace(ckpt, values=values, origin={}, notes=[]), source, replace(options, tree=_to_titan_tree))
     draft.taken_apart = {n: v for n, v in draft.taken_apart.items() if v.path[0] != "optim"}
@@ -749,6 +833,9 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
     after = {joined(p): Value(p, x) for p, x in read.items() if p[:2] == ("optim", "param_groups")}
     draft.changed |= list_changed_values(groups, after, "torchtitan keeps options by parameter")
     draft.checkpoint.values = {n: v for n, v in draft.checkpoint.values.items() if n not in groups} | after
+    draft.changed = {n: how for n, how in draft.changed.items() if n not in added}
+    draft.synthesized_values |= {n: data for n, data in added.items() if n in after}
+    draft.notes += of_groups
     if made:
         draft.notes.append(
             f"{', '.join(map(joined, made))} are not in the source: {', '.join(map(str, made.values()))} was written"

@@ -12,7 +12,7 @@ from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
 from ..dcp.write_dcp import write as write_dcp
-from .join import SmallFile, collect_left_over_state, draft_small_files, join_drafts
+from .join import SmallFile, add_adamw_options, collect_left_over_state, draft_small_files, join_drafts
 from .write_directories import (
     count_steps,
     describe_other_schedulers,
@@ -42,7 +42,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
             f"the checkpoint holds no model weights, and xtuner asks for them.{describe_weights_elsewhere(ckpt)}",
             code="CKPT0317",
         )
-    world, placed, notes = options.ranks(ckpt), set[Path](), list[str]()
+    world, placed = options.ranks(ckpt), set[Path]()
+    ckpt, groups, notes = add_adamw_options(ckpt)
     weights = replace(ckpt.only(("model", "optim")), origin={}, ranks={}, notes=[])
     draft = write_dcp(weights, source, replace(options, target="weights", own=None, tree=_to_xtuner_tree))
 
@@ -76,7 +77,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     out = join_drafts("xtuner", ckpt, [("weights/", draft), ("", files)], options, world)
     out.notes += [*describe_other_schedulers(ckpt), *notes, *kept]
     made = {("trainer", n): x for n, x in counters.items() if own[n] is None}
-    out.synthesized_values |= {joined(p): x for p, x in made.items()}
+    out.synthesized_values |= groups | {joined(p): x for p, x in made.items()}
     return out
 
 

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+import transformers
 from commands import ckpttool_here
 from peers import FIXTURES, difference, load_dcp, load_full, same_value, tensors_of
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
 
 import ckpttool
 from ckpttool.errors import Corrupt, MissingPackage, Unsafe, Unsupported, UsageError
@@ -594,11 +606,13 @@ def test_what_a_trainer_has_no_file_for_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "back" / "rng_state_1.pth").exists() and not (tmp_path / "back" / "ckpttool_state.pt").exists()
 
 
+#: A state of torch.amp.GradScaler.
+SCALER = {"scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 1}
 #: {layout: what only ckpttool's own file has of a state with a scheduler, a scaler, random states and counters of the user's own}
 LEFT_OVER = {
     "accelerate": {"trainer.step", "trainer.epoch", "extra.args.lr"},
     "trainer": {"trainer.step", "extra.args.lr"},
-    "lightning": {"scaler.scale", "scaler._growth_tracker", "trainer.step", "extra.args.lr"},
+    "lightning": {*(f"scaler.{k}" for k in SCALER), "trainer.step", "extra.args.lr"},
 }
 
 
@@ -609,7 +623,7 @@ def test_an_entry_is_in_one_file_and_files_have_what_the_trainer_asks_for(to: st
     torch.save(
         {
             "model": {"w": w}, "optim": {"state": slots, "param_groups": [{"lr": 0.1, "params": ["w"]}]}, "step": 3, "epoch": 1,
-            "scheduler": {"last_epoch": 3}, "scaler": {"scale": 2.0, "_growth_tracker": 1}, "args": {"lr": 0.1},
+            "scheduler": {"last_epoch": 3}, "scaler": dict(SCALER), "args": {"lr": 0.1},
             "rng": {"0": {"torch": torch.arange(9, dtype=torch.uint8)}}, **({"dataloader": {}} if to == "torchtitan" else {}),
             **({"dataloader": {"sampler": {"seed": 3}}, "custom_checkpoint_0": {"a": 1}} if to == "accelerate" else {}),
         },
@@ -623,7 +637,9 @@ def test_an_entry_is_in_one_file_and_files_have_what_the_trainer_asks_for(to: st
         return
     own = torch.load(out / "ckpttool_state.pt", weights_only=False)
     assert {".".join(path) for path, _ in own["values"]} == LEFT_OVER[to]
-    assert {".".join(path) for path in own["paths"]} == ({"rng.0.torch"} if to == "lightning" else set())
+    assert {".".join(path) for path in own["paths"]} == {
+        "rng.0.torch"
+    }  # no trainer loads it without those of Python and numpy
     if to == "trainer":
         said = json.loads((out / "trainer_state.json").read_text())
         assert (
@@ -634,7 +650,7 @@ def test_an_entry_is_in_one_file_and_files_have_what_the_trainer_asks_for(to: st
         meta = torch.load(out / "meta.pt", weights_only=False)
         assert meta["pytorch-lightning_version"] and meta["callbacks"] == {} and meta["loops"]["fit_loop"]
     if to != "lightning":
-        assert torch.load(out / "scaler.pt") == {"scale": 2.0, "_growth_tracker": 1}
+        assert torch.load(out / "scaler.pt") == SCALER
 
 
 def test_a_moment_without_its_path_is_not_taken_for_a_weight(tmp_path: Path) -> None:
@@ -1004,3 +1020,218 @@ def test_a_written_directory_is_compared_with_the_record_beside_its_files(tmp_pa
     (tmp_path / "t" / "ckpttool.json").unlink()
     told = ckpttool.verify(tmp_path / "t", read_data=True)
     assert told.recorded == "equal" and any("were not compared" in note for note in told.notes)
+
+
+# ------------------------------------------------------------------------------------------- random states, scaler, GPUs
+
+
+def rng_state(**parts: Any) -> dict[str, Any]:
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state(), **parts}
+
+
+def with_rng(ranks: dict[str, Any], path: Path) -> Path:
+    w = torch.ones(4, 3)
+    optim = {"state": {"w": {"exp_avg": w, "step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
+    torch.save({"model": {"w": w}, "optim": optim, "scheduler": {"last_epoch": 3}, "step": 3, "rng": ranks}, path)
+    return path
+
+
+GPU = torch.arange(16, dtype=torch.uint8)
+#: {trainer: (name of the file of rank 0 in a job of one rank and in one of more, what it calls the state of GPUs)}
+RNG_FILES = {
+    "accelerate": ("random_states_0.pkl", "random_states_0.pkl", "torch_cuda_manual_seed"),
+    "trainer": ("rng_state.pth", "rng_state_0.pth", "cuda"),
+    "llamafactory": ("rng_state/rank_0.pt", "rng_state/rank_0.pt", "accelerator"),
+}
+
+
+@pytest.mark.parametrize("to", RNG_FILES)
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("saved", [1, [1], [1, 2], [1, 2, 3]])
+def test_the_state_of_gpus_is_loaded_in_its_form_or_kept(to: str, world: int, saved: Any, tmp_path: Path) -> None:
+    """Accelerate, LLaMA-Factory and a distributed Trainer hand it to set_rng_state_all, which takes a list, and a Trainer alone to
+    set_rng_state, which takes a tensor. LLaMA-Factory stops where the list is longer than the GPUs that there are."""
+    state = rng_state(cuda=[GPU + i for i in saved] if isinstance(saved, list) else GPU + saved)
+    source = with_rng({str(r): state for r in range(world)}, tmp_path / "in.pt")
+    done = ckpttool.convert(source, tmp_path / "out", to=to, world_size=world, like=source)
+    assert done.verified and not done.dropped
+    alone, several, key = RNG_FILES[to]
+    found = torch.load(tmp_path / "out" / (alone if world == 1 else several), weights_only=False)
+    one = to == "trainer" and world == 1
+    fits = (saved in (1, [1]) if world == 1 else isinstance(saved, list)) or (not one and isinstance(saved, list))
+    fits = fits and not (to == "llamafactory" and isinstance(saved, list) and len(saved) > world)
+    assert (key in found) == fits
+    notes = [n for n in done.notes if n.startswith("rng.0.cuda is the RNG state of")]
+    assert len(notes) == (not fits), done.notes
+    if fits:
+        wanted = GPU + 1 if one else [GPU + i for i in (saved if isinstance(saved, list) else [saved])]
+        assert same_value(found[key], wanted)
+    with ckpttool.open(tmp_path / "out") as opened:
+        kept = [t for n, t in opened.checkpoint.tensors.items() if n.startswith("rng.0.cuda")]
+        assert len(kept) == (len(saved) if isinstance(saved, list) else 1)
+
+
+def test_a_job_of_the_same_ranks_gets_the_states_of_all_gpus_of_its_nodes(tmp_path: Path) -> None:
+    source = with_rng({r: rng_state(cuda=[GPU, GPU + 1, GPU + 2]) for r in "01"}, tmp_path / "in.pt")
+    ckpttool.convert(source, tmp_path / "a", to="accelerate", world_size=2)
+    ckpttool.convert(tmp_path / "a", tmp_path / "b", to="llamafactory", world_size=2)
+    found = torch.load(tmp_path / "b" / "rng_state" / "rank_0.pt", weights_only=False)
+    assert len(found["accelerator"]) == 3
+
+
+@pytest.mark.parametrize("lacking", ["python", "numpy", "cpu"])
+@pytest.mark.parametrize("to", ["accelerate", "trainer"])
+def test_an_rng_state_that_lacks_a_part_is_kept_beside_the_trainer_s_files(
+    to: str, lacking: str, tmp_path: Path
+) -> None:
+    """Trainer stops with a KeyError in `_load_rng_state`, and Accelerate loads what comes before that part alone."""
+    partial = rng_state()
+    del partial[lacking]
+    source = with_rng({"0": rng_state(), "1": partial}, tmp_path / "in.pt")
+    done = ckpttool.convert(source, tmp_path / "out", to=to, world_size=2)
+    assert any("RNG states of 1 of 2 ranks" in n for n in done.notes) and not done.dropped
+    names = sorted(p.name for p in (tmp_path / "out").iterdir() if p.name.startswith("r"))
+    assert names == [RNG_FILES[to][1]]
+    with ckpttool.open(tmp_path / "out") as opened:
+        assert {*opened.checkpoint.values, *opened.checkpoint.tensors} >= {f"rng.1.{p}" for p in partial}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_trainer_itself_loads_the_state_that_a_script_calls_torch(world: int, tmp_path: Path) -> None:
+    state = rng_state()
+    state["torch"] = state.pop("cpu")
+    source = with_rng({str(r): state for r in range(2)}, tmp_path / "in.pt")
+    done = ckpttool.convert(source, tmp_path / "out", to="trainer", world_size=world, like=source)
+    assert done.verified and not done.dropped
+    args = SimpleNamespace(world_size=world, process_index=0, parallel_mode=None)
+    torch.rand(3), random.random(), np.random.rand()
+    transformers.Trainer._load_rng_state(SimpleNamespace(args=args), str(tmp_path / "out"))  # type: ignore[arg-type]
+    state["cpu"] = state.pop("torch")
+    assert same_value(plain(rng_state()), plain(state))
+    again = ckpttool.diff(source, tmp_path / "out")
+    assert not (again.only_in_a or again.data) and not any(n.startswith("rng.") for n in again.only_in_b)
+
+
+def test_olmo_core_s_random_states_are_those_of_trainer_without_the_versions(tmp_path: Path) -> None:
+    source = TRAINERS / "olmo_core_w3" / "step3"
+    done = ckpttool.convert(source, tmp_path / "out", to="trainer", world_size=3)
+    assert done.verified and not done.dropped
+    for rank in range(3):
+        saved = torch.load(source / "train" / f"rank{rank}.pt", weights_only=False)["rng"]
+        found = torch.load(tmp_path / "out" / f"rng_state_{rank}.pth", weights_only=False)
+        for theirs, ours in {"python": "python", "numpy": "numpy", "torch": "cpu"}.items():
+            assert same_value(plain(found[ours]), plain(saved[theirs]["state"]))
+    assert not ckpttool.diff(source, tmp_path / "out").only_in_a
+
+
+#: Other programs' scalers: DeepSpeed's DynamicLossScaler, Megatron-Core's DynamicGradScaler.
+SCALERS = [
+    {"dynamic": True, "cur_scale": 256.0, "cur_iter": 3},
+    {"scale": 2.0, "growth_tracker": 1, "hysteresis_tracker": 2},
+]
+
+
+@pytest.mark.parametrize("to", ["accelerate", "trainer"])
+def test_scaler_pt_is_written_of_a_grad_scaler_alone(to: str, tmp_path: Path) -> None:
+    for i, saved in enumerate([SCALER, *SCALERS]):
+        tree = torch.load(with_rng({}, tmp_path / "in.pt"))
+        torch.save({**tree, "scaler": dict(saved)}, tmp_path / "in.pt")
+        out = tmp_path / str(i)
+        done = ckpttool.convert(tmp_path / "in.pt", out, to=to, world_size=2)
+        assert not done.dropped and ("scaler.pt" in " ".join(done.notes)) == (i > 0 or to == "trainer")
+        assert (out / "scaler.pt").exists() == (i == 0)
+        with ckpttool.open(out) as opened:
+            assert {n: v.data for n, v in opened.checkpoint.values.items() if n.startswith("scaler.")} == {
+                f"scaler.{k}": x for k, x in saved.items()
+            }
+    accelerator = SimpleNamespace(scaler=torch.amp.GradScaler("cpu"))
+    for kept in ("0", "1", "2"):
+        transformers.Trainer._load_scaler(SimpleNamespace(accelerator=accelerator), str(tmp_path / kept))  # type: ignore[arg-type]
+    assert accelerator.scaler.get_scale() == 2.0
+    accelerator.scaler = None  # with bf16; what the note is about
+    with pytest.raises(AttributeError):
+        transformers.Trainer._load_scaler(SimpleNamespace(accelerator=accelerator), str(tmp_path / "0"))  # type: ignore[arg-type]
+
+
+def adamw_job() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def fused_adam_state(path: Path) -> Path:
+    """What a job has after a step of DeepSpeed's FusedAdam: its options, and steps that are integers."""
+    model, optimizer = adamw_job()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    weights, optim = get_state_dict(model, optimizer)
+    for slots in optim["state"].values():
+        slots["step"] = 1
+    own = {"lr": 0.05, "bias_correction": True, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.01}
+    optim["param_groups"] = [own | {"params": optim["param_groups"][0]["params"]}]
+    torch.save({"model": weights, "optim": optim, "step": 1}, path)
+    return path
+
+
+#: {trainer: (folder of the optimizer's dcp, its key there, whether its state dict is flattened by parameter)}
+STRICT = {
+    "accelerate": ("optimizer_0", "optimizer", False),
+    "trainer": ("optimizer_0", "optimizer", False),
+    "llamafactory": ("optimizer", None, False),
+    "xtuner": ("weights", "optimizer", False),
+    "lightning": ("", "optimizer_0", False),
+    "torchtitan": ("", "optimizer", True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("to", STRICT)
+def test_a_job_with_adamw_loads_what_fused_adam_left(to: str, tmp_path: Path) -> None:
+    """These trainers load by `dcp.load(get_optimizer_state_dict(...))`, which raises for an option that is not there."""
+    done = ckpttool.convert(fused_adam_state(tmp_path / "in.pt"), tmp_path / "out", to=to, world_size=2)
+    (note,) = [n for n in done.notes if "was taken for AdamW" in n]
+    assert "amsgrad False" in note and "decoupled_weight_decay True" in note and not done.dropped
+    assert "optim.param_groups.0.amsgrad" in done.added
+    folder_of, key, flat = STRICT[to]
+    model, optimizer = adamw_job()
+    how = StateDictOptions(flatten_optimizer_state_dict=flat)
+    state = get_optimizer_state_dict(model, optimizer, options=how)
+    dcp.load({key: state} if key else state, checkpoint_id=tmp_path / "out" / folder_of, no_dist=True)
+    set_optimizer_state_dict(model, optimizer, state, options=how)
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["amsgrad"], group["decoupled_weight_decay"]) == (0.05, False, True)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert {int(slots["step"]) for slots in optimizer.state.values()} == {2}
+
+
+def test_groups_with_options_of_torch_or_without_bias_correction_get_none(tmp_path: Path) -> None:
+    tree = torch.load(fused_adam_state(tmp_path / "in.pt"))
+    for i, own in enumerate(({"bias_correction": False}, {"momentum_decay": 0.1, "maximize": False})):
+        group = {k: x for k, x in tree["optim"]["param_groups"][0].items() if k != "bias_correction"} | own
+        torch.save({**tree, "optim": {**tree["optim"], "param_groups": [group]}}, tmp_path / f"{i}.pt")
+        for to in ("accelerate", "dcp"):
+            done = ckpttool.convert(tmp_path / f"{i}.pt", tmp_path / f"{i}-{to}", to=to, world_size=2)
+            assert not any("amsgrad" in n for n in (*done.notes, *done.added))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_dcp_stays_as_it_is_and_says_how_a_job_with_adamw_loads_it(tmp_path: Path) -> None:
+    done = ckpttool.convert(fused_adam_state(tmp_path / "in.pt"), tmp_path / "out", to="dcp", world_size=2)
+    (note,) = [n for n in done.notes if "lack amsgrad, maximize," in n]
+    assert "ckpttool.load(model, optimizer, DIR)" in note and "allow_partial_load=True" in note and not done.added
+    for way in ("ckpttool", "partial", "strict"):
+        model, optimizer = adamw_job()
+        if way == "ckpttool":
+            ckpttool.load(model, optimizer, tmp_path / "out")
+        else:
+            state = {"optim": get_optimizer_state_dict(model, optimizer)}
+            planner = DefaultLoadPlanner(allow_partial_load=way == "partial")
+            if way == "strict":
+                with pytest.raises(CheckpointException, match=r"Missing key.*optim\.param_groups\.0\.amsgrad"):
+                    dcp.load(state, checkpoint_id=tmp_path / "out", planner=planner, no_dist=True)
+                continue
+            dcp.load(state, checkpoint_id=tmp_path / "out", planner=planner, no_dist=True)
+            set_optimizer_state_dict(model, optimizer, state["optim"])
+        assert optimizer.param_groups[0]["lr"] == 0.05 and optimizer.param_groups[0]["amsgrad"] is False
+        assert {int(slots["step"]) for slots in optimizer.state.values()} == {1}
