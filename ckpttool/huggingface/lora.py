@@ -206,7 +206,8 @@ def make_adapter_config(saved: Shapes, *, lora_alpha: float, rslora: bool, base_
         "fan_in_fan_out": False,
         "inference_mode": True,
         "lora_alpha": int(lora_alpha) if float(lora_alpha).is_integer() else lora_alpha,
-        "lora_bias": any("bias" in kinds for kinds in modules.values()),
+        # peft before 0.14 has no such field, and stops at one that it does not know
+        **({"lora_bias": True} if any("bias" in kinds for kinds in modules.values()) else {}),
         "lora_dropout": 0.0,
         "modules_to_save": whole or None,
         "peft_type": "LORA",

@@ -419,12 +419,16 @@ class _Collector:
 
 _MEMORY_FORMATS = (_MemoryFormat, {name: _MemoryFormat(k) for k, name in enumerate(pickles.MEMORY_FORMATS)})
 _WRITE_ITEM_TYPES = ("TENSOR", "SHARD", "BYTE_IO")  # WriteItemType of torch/distributed/checkpoint/planner.py
+#: Where torch kept the classes of a tensor's properties before 2.3 (torch/distributed/checkpoint/metadata.py of 2.2.2).
+_BEFORE_2_3 = "torch.distributed._shard.sharded_tensor.metadata"
 _STAND_INS: dict[tuple[str, str], object] = {
     (META, "Metadata"): _Metadata,
     (MEGATRON, "MCoreMetadata"): _Metadata,
     (META, "TensorProperties"): _Properties,
     (META, "StorageMeta"): _Inert,
     (META, "_MEM_FORMAT_ENCODING"): _MemoryFormat,
+    (_BEFORE_2_3, "TensorProperties"): _Properties,
+    (_BEFORE_2_3, "MEM_FORMAT_ENCODING"): _MemoryFormat,
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): _Inert,
     ("collections", "OrderedDict"): pickles.PLAIN["collections", "OrderedDict"],

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ckpttool.converters.dcp import dcp_metadata as _dcp_metadata
+from torch.distributed._shard.sharded_tensor import metadata as sharded_tensor
 from torch.distributed.checkpoint import metadata as m
 from torch.distributed.checkpoint import planner as p
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -225,3 +226,19 @@ def test_a_class_nobody_knows_beside_the_fields_changes_nothing(
     plain = read(tmp_path, top, large, monkeypatch)
     top.storage_meta = m.StorageMeta(CloudPath("s3://bucket"))  # type: ignore[arg-type]
     assert [*read(tmp_path, top, large, monkeypatch).to_parts()] == [*plain.to_parts()]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_properties_of_torch_2_2_are_read(tmp_path: Path) -> None:
+    """It had the class and its memory formats in another module, and no storage_meta or version."""
+    state = {"model": {"w": torch.randn(4, 3)}}
+    torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "new", no_dist=True)
+    known = pickle.loads((tmp_path / "new" / ".metadata").read_bytes())
+    for t in known.state_dict_metadata.values():
+        t.properties = sharded_tensor.TensorProperties(dtype=t.properties.dtype, pin_memory=False)
+    for name in ("storage_meta", "version"):
+        known.__dict__.pop(name, None)
+    (tmp_path / "new" / ".metadata").write_bytes(pickle.dumps(known))
+    assert b"sharded_tensor" in (tmp_path / "new" / ".metadata").read_bytes()
+    with ckpttool.open(tmp_path / "new") as opened:
+        assert opened.read("model.w") == state["model"]["w"].numpy().tobytes()
