@@ -128,7 +128,7 @@ def _add_parameter_folder(
         counters: {counter: value} that its folder is to hold.
 
     Raises:
-        Unsupported: no folder can have the parameter's name.
+        Unsupported: no folder can have the parameter's name, or DeepSpeed could not load one of the counters.
     """
     plan, state, stage = models.plan, models.plan.state, models.stage
     if set(name) & set("/\\\0") or name in ("", ".", "..", "optimizer_state.pt") or len(os.fsencode(name)) > 255:
@@ -154,6 +154,12 @@ def _add_parameter_folder(
             chunks = Chunks.whole(entry.shape, f, files.offset(f, "0"), t.nbytes)
             models.tensors[joined(path)] = TensorEntry(t.dtype, entry.shape, path, chunks)
             models.sources[joined(path)] = origin
+    if odd := sorted(counters.keys() - {"step"}):
+        raise Unsupported(
+            f'a universal checkpoint of stage 1 or 2 has tensors of a parameter\'s shape and its step, and "{name}" also '
+            f"has {', '.join(odd)}, a number, which no engine could load from there. Write zero{models.stage}.",
+            code="CKPT0316",
+        )
     for slot, x in counters.items():
         files.add(f"{plan.tag}/zero/{name}/{slot}.pt", x, {})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckpttool
-from ckpttool.errors import Corrupt
+from ckpttool.errors import Corrupt, Unsupported
 
 
 def saved(folder: Path, where: str) -> Path:
@@ -33,6 +34,18 @@ def saved(folder: Path, where: str) -> Path:
     weights, moments = get_state_dict(model, optimizer)
     torch.save({"model": weights, "optim": moments}, folder / f"{where}.pt")
     return folder / f"{where}.pt"
+
+
+def trained(folder: Path, kind: Any, **options: Any) -> Path:
+    """The state of a job with an optimizer of this class, in one file."""
+    model = nn.Linear(6, 7)
+    optimizer = kind(model.parameters(), lr=0.01, **options)
+    for _ in range(3):
+        model(torch.randn(4, 6)).square().sum().backward()
+        optimizer.step()
+    weights, moments = get_state_dict(model, optimizer)
+    torch.save({"model": weights, "optim": moments}, folder / f"{kind.__name__}.pt")
+    return folder / f"{kind.__name__}.pt"
 
 
 def universal(source: Path, stage: int) -> Any:
@@ -76,6 +89,15 @@ def test_muon_and_the_adam_beside_it_have_their_own_slots(stage: int, tmp_path: 
     (folder / "1.weight" / "momentum_buffer.pt").unlink()
     with pytest.raises(Corrupt, match=r'momentum_buffer\.pt is there for only one of "0.weight" and "1.weight"'):
         ckpttool.open(tmp_path / f"a-{stage}")
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_scalar_that_deepspeed_cannot_load_is_refused_before_a_file_is_written(stage: int, tmp_path: Path) -> None:
+    """NAdam's mu_product, of which universal_checkpoint.py asks ["param"] and the shape of the parameter."""
+    source = trained(tmp_path, torch.optim.NAdam)
+    with pytest.raises(Unsupported, match=f'"weight" also has mu_product, a number.*Write zero{stage}'):
+        universal(source, stage)
+    assert os.listdir(tmp_path) == [source.name]
 
 
 def test_a_file_that_is_gone_is_still_missed(tmp_path: Path) -> None:
