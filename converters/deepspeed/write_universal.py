@@ -156,8 +156,8 @@ def _add_parameter_folder(
             models.sources[joined(path)] = origin
     if odd := sorted(counters.keys() - {"step"}):
         raise Unsupported(
-            f'a universal checkpoint of stage 1 or 2 has tensors of a parameter\'s shape and its step, and "{name}" also '
-            f"has {', '.join(odd)}, a number, which no engine could load from there. Write zero{models.stage}.",
+            f"a universal checkpoint of stage 1 or 2 has tensors of a parameter's shape and its step. {name!r} also has "
+            f"{', '.join(odd)}, a number, which no engine could load from there. Write zero{models.stage}.",
             code="CKPT0316",
         )
     for slot, x in counters.items():
@@ -205,13 +205,23 @@ def _list_unrestored_state(plan: dw.SavePlan, scalars: list[dict[str, object]]) 
     steps = [s["step"] for s in scalars if "step" in s]
     if stage == 3 and len(set(map(repr, steps))) > 1:
         out.append("DeepSpeed gives all param groups the step of the first, and others have another; write zero3")
-    slots = {n: set(state.slots.get(n, {})) for g in state.groups for n in g.params}
-    others = [n for n, found in slots.items() if found - _RESTORED]
-    if stage == 3 and others:
+    found = {n: {*state.slots.get(n, {}), *state.scalars.get(n, {})} for g in state.groups for n in g.params}
+    asked = _RESTORED if scalars and "step" in scalars[0] else {*_RESTORED, "step"}  # the first group's step alone
+    without = [n for n, own in found.items() if asked - own and n not in state.fresh]
+    others = [n for n, own in found.items() if own - _RESTORED - {"step"}]
+    scalar = any(own.keys() - {"step"} for own in state.scalars.values())  # which stages 1 and 2 cannot load
+    advice = "Write zero3" + ("" if scalar else ", or for an engine of stage 1 or 2")
+    if stage == 3 and without and any(g.options for g in state.groups):
         out.append(
-            "a DeepSpeed engine of stage 3 restores only exp_avg and exp_avg_sq from a universal checkpoint; "
-            f"{len(others)} of {len(slots)} parameters, first {others[0]}, also have "
-            f"{', '.join(sorted(slots[others[0]] - _RESTORED))}, without which its first step fails or is another. "
-            "Write zero3, or for an engine of stage 1 or 2"
+            "a DeepSpeed engine of stage 3 asks a universal checkpoint for step, exp_avg and exp_avg_sq, and stops "
+            f"without them; {len(without)} of {len(found)} parameters, first {without[0]}, have no "
+            f"{', '.join(sorted((_RESTORED | {'step'}) - found[without[0]]))}. {advice}"
+        )
+    elif stage == 3 and others:
+        out.append(
+            "a DeepSpeed engine of stage 3 restores only step, exp_avg and exp_avg_sq from a universal checkpoint; "
+            f"{len(others)} of {len(found)} parameters, first {others[0]}, also have "
+            f"{', '.join(sorted(found[others[0]] - _RESTORED - {'step'}))}, without which its first step fails or is "
+            f"another. {advice}"
         )
     return out

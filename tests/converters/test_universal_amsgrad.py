@@ -95,9 +95,37 @@ def test_muon_and_the_adam_beside_it_have_their_own_slots(stage: int, tmp_path: 
 def test_a_scalar_that_deepspeed_cannot_load_is_refused_before_a_file_is_written(stage: int, tmp_path: Path) -> None:
     """NAdam's mu_product, of which universal_checkpoint.py asks ["param"] and the shape of the parameter."""
     source = trained(tmp_path, torch.optim.NAdam)
-    with pytest.raises(Unsupported, match=f'"weight" also has mu_product, a number.*Write zero{stage}'):
+    with pytest.raises(Unsupported, match=f"'weight' also has mu_product, a number.*Write zero{stage}"):
         universal(source, stage)
     assert os.listdir(tmp_path) == [source.name]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        (
+            torch.optim.SGD,
+            {},
+            "2 of 2 parameters, first weight, have no exp_avg, exp_avg_sq, step. Write zero3, or for an engine",
+        ),
+        (torch.optim.SGD, {"momentum": 0.9}, "first weight, have no exp_avg, exp_avg_sq, step. Write zero3"),
+        (torch.optim.Adagrad, {}, "first weight, have no exp_avg, exp_avg_sq. Write zero3"),
+        (
+            torch.optim.NAdam,
+            {},
+            "2 of 2 parameters, first weight, also have mu_product, without which its first step fails or is another. Write zero3",
+        ),
+        (torch.optim.AdamW, {}, None),
+    ],
+)
+def test_stage_3_says_what_deepspeed_does_not_find_or_restore(
+    kind: Any, options: dict[str, Any], said: str | None, tmp_path: Path
+) -> None:
+    done = universal(trained(tmp_path, kind, **options), 3)
+    notes = [n for n in done.notes if "engine of stage 3" in n]
+    assert [said in n and ("mu_" in said) == n.endswith("zero3") for n in notes] == [True] if said else not notes, (
+        done.notes
+    )
 
 
 def test_a_file_that_is_gone_is_still_missed(tmp_path: Path) -> None:
