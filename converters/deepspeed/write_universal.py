@@ -156,8 +156,8 @@ def _add_parameter_folder(
             models.sources[joined(path)] = origin
     if odd := sorted(counters.keys() - {"step"}):
         raise Unsupported(
-            f"a universal checkpoint of stage 1 or 2 has tensors of a parameter's shape and its step. {name!r} also has "
-            f"{', '.join(odd)}, a number, which no engine could load from there. Write zero{models.stage}.",
+            f"a universal checkpoint of stage 1 or 2 has tensors of a parameter's shape and its step. {name!r} also "
+            f"has {', '.join(odd)}, a number, which no engine could load from there. Write zero{models.stage}.",
             code="CKPT0316",
         )
     for slot, x in counters.items():
@@ -205,6 +205,13 @@ def _list_unrestored_state(plan: dw.SavePlan, scalars: list[dict[str, object]]) 
     steps = [s["step"] for s in scalars if "step" in s]
     if stage == 3 and len(set(map(repr, steps))) > 1:
         out.append("DeepSpeed gives all param groups the step of the first, and others have another; write zero3")
+    held = scalars[:1] if stage == 3 else state.scalars.values()
+    if any(type(s.get("step")) in (int, float) for s in held) and any("exp_avg_sq" in s for s in state.slots.values()):
+        out.append(
+            "the steps are numbers there, as FusedAdam and DeepSpeedCPUAdam have them; a DeepSpeed engine with torch's "
+            "Adam or AdamW counts in tensors, and stops at its first step (RuntimeError: API has changed). For such an "
+            f"engine write zero{stage}"
+        )
     found = {n: {*state.slots.get(n, {}), *state.scalars.get(n, {})} for g in state.groups for n in g.params}
     asked = _RESTORED if scalars and "step" in scalars[0] else {*_RESTORED, "step"}  # the first group's step alone
     without = [n for n, own in found.items() if asked - own and n not in state.fresh]

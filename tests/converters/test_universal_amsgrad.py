@@ -128,6 +128,34 @@ def test_stage_3_says_what_deepspeed_does_not_find_or_restore(
     )
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("number", [True, False])
+def test_an_engine_with_adam_of_torch_is_warned_of_steps_that_are_numbers(
+    number: bool, stage: int, tmp_path: Path
+) -> None:
+    source = trained(tmp_path, torch.optim.AdamW)
+    tree = torch.load(source, weights_only=False)
+    for own in tree["optim"]["state"].values():
+        own["step"] = int(own["step"]) if number else own["step"]
+    torch.save(tree, source)
+    said = [n for n in universal(source, stage).notes if "API has changed" in n]
+    assert [n.endswith(f"write zero{stage}") for n in said] == [True] * number
+
+
+def test_groups_with_steps_of_their_own_are_told_of_the_one_step_of_stage_3(tmp_path: Path) -> None:
+    source = saved(tmp_path, "first")
+    tree = torch.load(source, weights_only=False)
+    assert not [n for n in universal(source, 3).notes if "the step of the first" in n]
+    for name in ("0.bias", "1.bias"):
+        tree["optim"]["state"][name]["step"] += 1
+    torch.save(tree, tmp_path / "later.pt")
+    notes = universal(tmp_path / "later.pt", 3).notes
+    assert [n for n in notes if "the step of the first" in n] and [n for n in notes if "API has changed" in n]
+    ckpttool.convert(tmp_path / "later-3", tmp_path / "back.pt", to="full")
+    assert same_value(tree["optim"]["state"], torch.load(tmp_path / "back.pt", weights_only=False)["optim"]["state"])
+    ckpttool.verify(tmp_path / "later-3", read_data=True, against=tmp_path / "later.pt")
+
+
 def test_a_file_that_is_gone_is_still_missed(tmp_path: Path) -> None:
     universal(saved(tmp_path, "last"), 2)
     (folder,) = (p.parent for p in (tmp_path / "last-2").glob("*/zero"))
