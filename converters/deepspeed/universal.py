@@ -6,7 +6,9 @@
                                                      stages 1, 2: {"param": tensor, "cat_dim": 0}, and step.pt;
                                                                 stage 3 of an AutoTP job: the same without step.pt,
                                                                 without which each rank takes the whole for its part
-    DIR/<tag>/zero/optimizer_state.pt                loss scaler, param_groups; stage 3: the steps
+                                                     stage 3 with several flat tensors: step.pt too, as it was
+    DIR/<tag>/zero/optimizer_state.pt                loss scaler, param_groups; stage 3: the steps, as
+                                                     numbers where there are several flat tensors
     DIR/<tag>/*_model_states.pt                      as in a ZeRO save (deepspeed/module_state.py): of the ranks it was
                                                      made from
 

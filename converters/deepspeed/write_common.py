@@ -451,7 +451,7 @@ class SavePlan:
         if found is None and isinstance(inner, dict):
             found = next((inner[k] for k in ("global_step", "step") if type(inner.get(k)) is int), None)
         if found is None:
-            steps = [_step_as_number(s.get("step")) for s in self.state.scalars.values()]
+            steps = [step_as_number(s.get("step")) for s in self.state.scalars.values()]
             found = max((int(n) for n in steps if n is not None and isfinite(n)), default=0)
             self.notes.append(
                 f"global_steps is {found}, the largest step of the optimizer: the checkpoint does not give it"
@@ -790,7 +790,7 @@ class ModelStateFiles:
         return out
 
 
-def _step_as_number(x: object) -> float | int | None:
+def step_as_number(x: object) -> float | int | None:
     """Return a step, a number or a 0-dim tensor that was read, as a number; None if it is neither."""
     return decode_number(x.dtype, x.data) if isinstance(x, Inline) else x if isinstance(x, (int, float)) else None
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from ckpttool.engine.flat.placed_masters import with_masters_as_weights
 from ckpttool.engine.flat.split_state import find_shared_scalars, split_training_state
 from ckpttool.errors import Unsupported, UsageError, argument
+from ckpttool.formats.stored_tensors import Inline
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.index.checkpoint import Checkpoint, Chunks, Path, TensorEntry, joined
@@ -19,6 +20,7 @@ from ckpttool.storage.source import Source
 from ..options import UniversalOptions
 from . import files as ds
 from . import write_common as dw
+from .geometry import split_into_subgroups
 from .write_experts import refuse_experts, refuse_pipeline
 
 __all__ = ["prepare", "write"]
@@ -65,16 +67,16 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     models = dw.ModelStateFiles(plan, groups, 1)
     models.add(files, each_rank=False)
     dropped: list[Dropped] = list(state.dropped)
-    scalars: list[dict[str, object]] = []
-    for group in groups:
-        shared, lost = find_shared_scalars(
-            state, group, "a universal checkpoint of stage 3 keeps one for a whole param group"
-        )
-        scalars.append(shared)
-        dropped += lost if stage == 3 else []
+    why = "a universal checkpoint of stage 3 keeps one for a whole param group"
+    shared = [find_shared_scalars(state, group, why) for group in groups]
+    dropped += [d for _, lost in shared for d in lost if stage == 3]
+    scalars: list[dict[str, object]] = [dict(s) for s, _ in shared]
+    kept = _number_steps(plan, groups, scalars) if stage == 3 else []
+    for g, group in enumerate(groups):
         slots = plan.slots_of(group)
         for n in group:
-            _add_parameter_folder(files, models, n, slots, shared)
+            own = scalars[g] if n in state.fresh else state.scalars.get(n, {})
+            _add_parameter_folder(files, models, n, slots, own if stage < 3 else {"step": kept[g]} if kept else {})
     found = plan.scaler_keys()
     found["zero_stage"] = dw.pickled_stage(stage)
     param_groups = [{**g.options, "params": own} for g, own in zip(state.groups, ids, strict=True)]
@@ -86,23 +88,47 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     files.add(f"{plan.tag}/{ds.UNIVERSAL}", {**found, "param_groups": param_groups}, {})
     files.literal("latest_universal", plan.tag.encode())
     out = Checkpoint("universal", options.target, None, [], [], {}, {})
-    return models.draft(files, out, {}, dropped, _list_unrestored_state(plan))
+    return models.draft(files, out, {}, dropped, _list_unrestored_state(plan, scalars))
+
+
+def _number_steps(
+    plan: dw.SavePlan, groups: Sequence[dict[str, tuple[int, ...]]], scalars: list[dict[str, object]]
+) -> list[object]:
+    """Make the steps numbers where an engine of stage 3 can have several flat tensors, and return them as they were,
+    one for each param group, for the parameters' folders; [] where nothing was changed.
+
+    DeepSpeed makes the first group's step that of every flat tensor: a tensor would be one object, which each of them
+    counts once in every step of the engine.
+
+    Args:
+        plan: what all files of the save have in common.
+        groups: [{name: shape}], the parameters of each param group.
+        scalars: {counter: value} of each of them.
+    """
+    steps = [s.get("step") for s in scalars]
+    numbers = [x for x in map(dw.step_as_number, steps) if x is not None]
+    flats = [flat for g in groups for flat in split_into_subgroups(g, 1, plan.sub_group_size)]
+    if len(flats) < 2 or len(numbers) < len(steps) or not any(isinstance(x, Inline) for x in steps):
+        return []
+    for own, x in zip(scalars, numbers, strict=True):
+        own["step"] = int(x) if x == x // 1 else x
+    return steps
 
 
 def _add_parameter_folder(
-    files: TorchFiles, models: dw.ModelStateFiles, name: str, slots: list[str], shared: dict[str, object]
+    files: TorchFiles, models: dw.ModelStateFiles, name: str, slots: list[str], counters: Mapping[str, object]
 ) -> None:
-    """Add the folder of a parameter: fp32.pt, a file for each slot, and at stages 1 and 2 a file for each counter.
+    """Add the folder of a parameter: fp32.pt, and a file for each slot and each counter.
 
     Args:
         files: the files of the draft.
         models: the model files, which record where all tensors lie.
         name: the name of the parameter.
         slots: the slots of its param group, which are written as zeros for a parameter without state.
-        shared: {counter: value} of its param group, for a parameter without state.
+        counters: {counter: value} that its folder is to hold.
 
     Raises:
-        Unsupported: no folder can have the parameter's name.
+        Unsupported: no folder can have the parameter's name, or DeepSpeed could not load one of the counters.
     """
     plan, state, stage = models.plan, models.plan.state, models.stage
     if set(name) & set("/\\\0") or name in ("", ".", "..", "optimizer_state.pt") or len(os.fsencode(name)) > 255:
@@ -128,8 +154,13 @@ def _add_parameter_folder(
             chunks = Chunks.whole(entry.shape, f, files.offset(f, "0"), t.nbytes)
             models.tensors[joined(path)] = TensorEntry(t.dtype, entry.shape, path, chunks)
             models.sources[joined(path)] = origin
-    counters = shared if name in state.fresh else state.scalars.get(name, {})
-    for slot, x in counters.items() if stage < 3 else ():
+    if odd := sorted(counters.keys() - {"step"}):
+        raise Unsupported(
+            f"a universal checkpoint of stage 1 or 2 has tensors of a parameter's shape and its step. {name!r} also "
+            f"has {', '.join(odd)}, a number, which no engine could load from there. Write zero{models.stage}.",
+            code="CKPT0316",
+        )
+    for slot, x in counters.items():
         files.add(f"{plan.tag}/zero/{name}/{slot}.pt", x, {})
 
 
@@ -155,8 +186,11 @@ def _number_groups(groups: Sequence[Mapping[str, object]]) -> list[int]:
     return out
 
 
-def _list_unrestored_state(plan: dw.SavePlan) -> list[str]:
-    """Return notes for the user on the state in the files that DeepSpeed's own loader does not restore."""
+def _list_unrestored_state(plan: dw.SavePlan, scalars: list[dict[str, object]]) -> list[str]:
+    """Return notes for the user on the state in the files that DeepSpeed's own loader does not restore.
+
+    `scalars` has, for each param group with parameters, {counter: value} as the files hold it.
+    """
     state, stage, out = plan.state, plan.stage, []
     names = [*state.buffers, *state.frozen, *state.extra_states]
     if names:
@@ -168,13 +202,33 @@ def _list_unrestored_state(plan: dw.SavePlan) -> list[str]:
         out.append(
             "DeepSpeed gives all param groups the hyperparameters of the first; set them after loading, or write zero3"
         )
-    slots = {n: set(state.slots.get(n, {})) for g in state.groups for n in g.params}
-    others = [n for n, found in slots.items() if found - _RESTORED]
-    if stage == 3 and others:
+    steps = [s["step"] for s in scalars if "step" in s]
+    if stage == 3 and len(set(map(repr, steps))) > 1:
+        out.append("DeepSpeed gives all param groups the step of the first, and others have another; write zero3")
+    held = scalars[:1] if stage == 3 else state.scalars.values()
+    if any(type(s.get("step")) in (int, float) for s in held) and any("exp_avg_sq" in s for s in state.slots.values()):
         out.append(
-            "a DeepSpeed engine of stage 3 restores only exp_avg and exp_avg_sq from a universal checkpoint; "
-            f"{len(others)} of {len(slots)} parameters, first {others[0]}, also have "
-            f"{', '.join(sorted(slots[others[0]] - _RESTORED))}, without which its first step fails or is another. "
-            "Write zero3, or for an engine of stage 1 or 2"
+            "the steps are numbers there, as FusedAdam and DeepSpeedCPUAdam have them; a DeepSpeed engine with torch's "
+            "Adam or AdamW counts in tensors, and stops at its first step (RuntimeError: API has changed). For such an "
+            f"engine write zero{stage}"
+        )
+    found = {n: {*state.slots.get(n, {}), *state.scalars.get(n, {})} for g in state.groups for n in g.params}
+    asked = _RESTORED if scalars and "step" in scalars[0] else {*_RESTORED, "step"}  # the first group's step alone
+    without = [n for n, own in found.items() if asked - own and n not in state.fresh]
+    others = [n for n, own in found.items() if own - _RESTORED - {"step"}]
+    scalar = any(own.keys() - {"step"} for own in state.scalars.values())  # which stages 1 and 2 cannot load
+    advice = "Write zero3" + ("" if scalar else ", or for an engine of stage 1 or 2")
+    if stage == 3 and without and any(g.options for g in state.groups):
+        out.append(
+            "a DeepSpeed engine of stage 3 asks a universal checkpoint for step, exp_avg and exp_avg_sq, and stops "
+            f"without them; {len(without)} of {len(found)} parameters, first {without[0]}, have no "
+            f"{', '.join(sorted((_RESTORED | {'step'}) - found[without[0]]))}. {advice}"
+        )
+    elif stage == 3 and others:
+        out.append(
+            "a DeepSpeed engine of stage 3 restores only step, exp_avg and exp_avg_sq from a universal checkpoint; "
+            f"{len(others)} of {len(found)} parameters, first {others[0]}, also have "
+            f"{', '.join(sorted(found[others[0]] - _RESTORED - {'step'}))}, without which its first step fails or is "
+            f"another. {advice}"
         )
     return out

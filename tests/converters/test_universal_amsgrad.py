@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckpttool
-from ckpttool.errors import Corrupt
+from ckpttool.errors import Corrupt, Unsupported
 
 
 def saved(folder: Path, where: str) -> Path:
@@ -33,6 +34,18 @@ def saved(folder: Path, where: str) -> Path:
     weights, moments = get_state_dict(model, optimizer)
     torch.save({"model": weights, "optim": moments}, folder / f"{where}.pt")
     return folder / f"{where}.pt"
+
+
+def trained(folder: Path, kind: Any, **options: Any) -> Path:
+    """The state of a job with an optimizer of this class, in one file."""
+    model = nn.Linear(6, 7)
+    optimizer = kind(model.parameters(), lr=0.01, **options)
+    for _ in range(3):
+        model(torch.randn(4, 6)).square().sum().backward()
+        optimizer.step()
+    weights, moments = get_state_dict(model, optimizer)
+    torch.save({"model": weights, "optim": moments}, folder / f"{kind.__name__}.pt")
+    return folder / f"{kind.__name__}.pt"
 
 
 def universal(source: Path, stage: int) -> Any:
@@ -76,6 +89,71 @@ def test_muon_and_the_adam_beside_it_have_their_own_slots(stage: int, tmp_path: 
     (folder / "1.weight" / "momentum_buffer.pt").unlink()
     with pytest.raises(Corrupt, match=r'momentum_buffer\.pt is there for only one of "0.weight" and "1.weight"'):
         ckpttool.open(tmp_path / f"a-{stage}")
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_scalar_that_deepspeed_cannot_load_is_refused_before_a_file_is_written(stage: int, tmp_path: Path) -> None:
+    """NAdam's mu_product, of which universal_checkpoint.py asks ["param"] and the shape of the parameter."""
+    source = trained(tmp_path, torch.optim.NAdam)
+    with pytest.raises(Unsupported, match=f"'weight' also has mu_product, a number.*Write zero{stage}"):
+        universal(source, stage)
+    assert os.listdir(tmp_path) == [source.name]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        (
+            torch.optim.SGD,
+            {},
+            "2 of 2 parameters, first weight, have no exp_avg, exp_avg_sq, step. Write zero3, or for an engine",
+        ),
+        (torch.optim.SGD, {"momentum": 0.9}, "first weight, have no exp_avg, exp_avg_sq, step. Write zero3"),
+        (torch.optim.Adagrad, {}, "first weight, have no exp_avg, exp_avg_sq. Write zero3"),
+        (
+            torch.optim.NAdam,
+            {},
+            "2 of 2 parameters, first weight, also have mu_product, without which its first step fails or is another. Write zero3",
+        ),
+        (torch.optim.AdamW, {}, None),
+    ],
+)
+def test_stage_3_says_what_deepspeed_does_not_find_or_restore(
+    kind: Any, options: dict[str, Any], said: str | None, tmp_path: Path
+) -> None:
+    done = universal(trained(tmp_path, kind, **options), 3)
+    notes = [n for n in done.notes if "engine of stage 3" in n]
+    assert [said in n and ("mu_" in said) == n.endswith("zero3") for n in notes] == [True] if said else not notes, (
+        done.notes
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("number", [True, False])
+def test_an_engine_with_adam_of_torch_is_warned_of_steps_that_are_numbers(
+    number: bool, stage: int, tmp_path: Path
+) -> None:
+    source = trained(tmp_path, torch.optim.AdamW)
+    tree = torch.load(source, weights_only=False)
+    for own in tree["optim"]["state"].values():
+        own["step"] = int(own["step"]) if number else own["step"]
+    torch.save(tree, source)
+    said = [n for n in universal(source, stage).notes if "API has changed" in n]
+    assert [n.endswith(f"write zero{stage}") for n in said] == [True] * number
+
+
+def test_groups_with_steps_of_their_own_are_told_of_the_one_step_of_stage_3(tmp_path: Path) -> None:
+    source = saved(tmp_path, "first")
+    tree = torch.load(source, weights_only=False)
+    assert not [n for n in universal(source, 3).notes if "the step of the first" in n]
+    for name in ("0.bias", "1.bias"):
+        tree["optim"]["state"][name]["step"] += 1
+    torch.save(tree, tmp_path / "later.pt")
+    notes = universal(tmp_path / "later.pt", 3).notes
+    assert [n for n in notes if "the step of the first" in n] and [n for n in notes if "API has changed" in n]
+    ckpttool.convert(tmp_path / "later-3", tmp_path / "back.pt", to="full")
+    assert same_value(tree["optim"]["state"], torch.load(tmp_path / "back.pt", weights_only=False)["optim"]["state"])
+    ckpttool.verify(tmp_path / "later-3", read_data=True, against=tmp_path / "later.pt")
 
 
 def test_a_file_that_is_gone_is_still_missed(tmp_path: Path) -> None:
