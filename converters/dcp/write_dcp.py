@@ -36,7 +36,7 @@ from ..options import MeshOptions
 from .dcp_metadata import META, STORAGE
 from .object_items import Parts, Whole, divide_object_rows
 
-__all__ = ["list_missing_adamw_options", "write"]
+__all__ = ["list_missing_options", "write"]
 
 #: The options of torch.optim.AdamW's param groups beyond those of any Adam, with their defaults (torch 2.13).
 _ADAMW_OPTIONS: dict[str, object] = {
@@ -50,19 +50,24 @@ _ADAMW_OPTIONS: dict[str, object] = {
 }
 
 
-def list_missing_adamw_options(ckpt: Checkpoint) -> dict[Path, object]:
-    """Return {canonical path: AdamW's default} of the options that torch's AdamW has in its param groups and that those
-    of another Adam lack; {} if there are none.
+def list_missing_options(ckpt: Checkpoint) -> dict[Path, object]:
+    """Return {canonical path: value} of the options that jobs with torch's optimizers and schedulers have in their
+    param groups and that those of the checkpoint lack; {} if there are none.
 
-    torch.distributed.checkpoint raises for every entry that a job has and a checkpoint lacks. FusedAdam (DeepSpeed,
-    TransformerEngine, Apex), which has bias_correction, and OLMo-core's SkipStepAdamW lack such options. Groups that
-    have some of them otherwise are of an older torch, or of another optimizer of its, and are left as they are.
+    torch.distributed.checkpoint raises for every entry that a job has and a checkpoint lacks.
+
+    AdamW's own options, with its defaults: FusedAdam (DeepSpeed, TransformerEngine, Apex), which has bias_correction,
+    and OLMo-core's SkipStepAdamW lack them. Groups that have some of them otherwise are of an older torch, or of
+    another optimizer of its, and are left as they are.
+
+    initial_lr, which any scheduler of torch puts there: its base_lrs, else max_lr of the group
+    (Megatron-Core), else its lr.
     """
     groups: dict[Path, dict[str, object]] = {}
     for path, leaf in ckpt.leaves().items():
         if path[:2] == ("optim", "param_groups") and len(path) > 3:
             groups.setdefault(path[:3], {})[str(path[3])] = leaf
-    return {
+    made: dict[Path, object] = {
         (*at, key): default
         for at, group in groups.items()
         if {"betas", "eps"} <= group.keys() and group.get("bias_correction", True) is not False
@@ -70,6 +75,13 @@ def list_missing_adamw_options(ckpt: Checkpoint) -> dict[Path, object]:
         for key, default in _ADAMW_OPTIONS.items()
         if key not in group
     }
+    rates = ckpt.value("scheduler.base_lrs")
+    if not isinstance(rates, list) or len(rates) != len(groups):
+        rates = [group.get("max_lr", group.get("lr")) for group in groups.values()]
+    for (at, group), rate in zip(groups.items(), rates, strict=True):
+        if {"params", "lr"} <= group.keys() and "initial_lr" not in group and type(rate) in (int, float):
+            made[*at, "initial_lr"] = rate
+    return made
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
@@ -132,12 +144,16 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         tensors[name] = replace(t, chunks=_place_chunks(t, sizes, at), coding="raw")
     if plan is not None:
         notes.append(plan.note)
-    if options.tree is None and (lacking := list_missing_adamw_options(ckpt)):
-        keys = ", ".join(dict.fromkeys(str(p[3]) for p in lacking))
+    lacking = dict.fromkeys(str(p[3]) for p in list_missing_options(ckpt)) if options.tree is None else {}
+    asked = []
+    if of_adamw := [key for key in lacking if key in _ADAMW_OPTIONS]:
+        asked.append(f"{', '.join(of_adamw)}, for which dcp.load asks in a job with torch's AdamW")
+    if "initial_lr" in lacking and any(p[0] == "scheduler" for p in ckpt.leaves()):
+        asked.append("initial_lr, for which dcp.load asks in a job with a scheduler of torch")
+    if asked:
         notes.append(
-            f"the param groups lack {keys}, for which dcp.load asks in a job with torch's AdamW: `ckpttool.load(model, "
-            "optimizer, DIR)` keeps the job's own there, and so does `dcp.load(..., planner=DefaultLoadPlanner("
-            "allow_partial_load=True))`"
+            f"the param groups lack {'; and '.join(asked)}: `ckpttool.load(model, optimizer, DIR)` keeps the job's own "
+            "there, and so does `dcp.load(..., planner=DefaultLoadPlanner(allow_partial_load=True))`"
         )
     out = Checkpoint("dcp", options.target, world, [*files, ".metadata"], [*at, 0], tensors, ckpt.values)
     draft_files = [

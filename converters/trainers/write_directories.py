@@ -31,7 +31,7 @@ from .dialect import name_tree_beside_model
 from .filenames import RNG_KEYS
 from .join import (
     SmallFile,
-    add_adamw_options,
+    add_missing_options,
     collect_left_over_state,
     draft_model_and_optimizer,
     draft_small_files,
@@ -338,7 +338,7 @@ def _draft_directory(
             code="CKPT0317",
         )
     kind = state_dict_type(ckpt, options)
-    ckpt, groups, of_groups = add_adamw_options(ckpt) if kind == "sharded" else (ckpt, {}, [])
+    ckpt, groups, of_groups = add_missing_options(ckpt) if kind == "sharded" else (ckpt, {}, [])
     parts = draft_model_and_optimizer(ckpt, source, options, _NAMES_OF[name], at_root=name == "llamafactory")
     rest, kept = collect_left_over_state(ckpt, placed, copies)
     parts.append(("", draft_small_files(ckpt, [*rest, *small], options)))
@@ -677,7 +677,7 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
         placed |= set(own.values())
         leaves = ckpt.leaves()
         meta |= {at: leaves[p] for at, p in own.items()}
-    ckpt, groups, of_groups = add_adamw_options(ckpt)
+    ckpt, groups, of_groups = add_missing_options(ckpt)
     state = replace(ckpt.only(["model", "optim"]), origin={}, ranks={}, notes=[])
     keys = {"model": "state_dict", "optim": "optimizer_0"}
 
@@ -818,7 +818,7 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
     made = {p: data for p, data in needed.items() if joined(p) not in ckpt.tensors and ckpt.value(joined(p)) is None}
     dropped = [joined(p) for p in ckpt.leaves() if p not in made and any(_paths_conflict(p, q) for q in made)]
     ckpt, lost = _without_entries(ckpt, dropped, "torchtitan has entries with names there, which it asks for")
-    ckpt, added, of_groups = add_adamw_options(ckpt)
+    ckpt, added, of_groups = add_missing_options(ckpt)
     values = {**ckpt.values, **{joined(p): Value(p, data) for p, data in made.items()}}
     draft = write_dcp(replace(ckpt, values=values, origin={}, notes=[]), source, replace(options, tree=_to_titan_tree))
     draft.taken_apart = {n: v for n, v in draft.taken_apart.items() if v.path[0] != "optim"}
@@ -834,7 +834,7 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
     draft.changed |= list_changed_values(groups, after, "torchtitan keeps options by parameter")
     draft.checkpoint.values = {n: v for n, v in draft.checkpoint.values.items() if n not in groups} | after
     draft.changed = {n: how for n, how in draft.changed.items() if n not in added}
-    draft.synthesized_values |= {n: data for n, data in added.items() if n in after}
+    draft.synthesized_values |= {n: after[n].data for n in added if n in after}
     draft.notes += of_groups
     if made:
         draft.notes.append(

@@ -1235,3 +1235,51 @@ def test_dcp_stays_as_it_is_and_says_how_a_job_with_adamw_loads_it(tmp_path: Pat
             set_optimizer_state_dict(model, optimizer, state["optim"])
         assert optimizer.param_groups[0]["lr"] == 0.05 and optimizer.param_groups[0]["amsgrad"] is False
         assert {int(slots["step"]) for slots in optimizer.state.values()} == {1}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("to", STRICT)
+def test_a_job_with_a_scheduler_loads_groups_that_had_none(to: str, tmp_path: Path) -> None:
+    """A scheduler of torch puts initial_lr into the groups before the load, and DeepSpeed's and Megatron-Core's do
+    not."""
+    model, optimizer = sgd_job()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    weights, optim = get_state_dict(model, optimizer)
+    own: dict[str, Any] = {"scheduler": {"base_lrs": [0.5, 0.25], "last_epoch": 1}, "step": 1}
+    torch.save({"model": weights, "optim": optim, **own}, tmp_path / "in.pt")
+    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, world_size=2)
+    assert any("initial_lr" in n and "0.5, 0.25 was added" in n for n in done.notes) and not done.dropped
+    folder_of, key, flat = STRICT[to]
+    model, optimizer = sgd_job()
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    how = StateDictOptions(flatten_optimizer_state_dict=flat)
+    state = get_optimizer_state_dict(model, optimizer, options=how)
+    dcp.load({key: state} if key else state, checkpoint_id=tmp_path / "out" / folder_of, no_dist=True)
+    set_optimizer_state_dict(model, optimizer, state, options=how)
+    assert [(g["lr"], g["initial_lr"]) for g in optimizer.param_groups] == [(0.1, 0.5), (0.1, 0.25)]
+    again = ckpttool.diff(tmp_path / "in.pt", tmp_path / "out")
+    assert not again.only_in_a and not [n for n in again.data if n.startswith("optim.")]
+
+
+def sgd_job() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    groups = [{"params": list(layer.parameters())} for layer in model]
+    return model, torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("scheduler", [{"last_batch_iteration": 2}, None])
+def test_dcp_says_that_a_job_with_a_scheduler_asks_for_initial_lr(
+    scheduler: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """A source without a scheduler is of a job that had none, and goes on so."""
+    model, optimizer = sgd_job()
+    weights, optim = get_state_dict(model, optimizer)
+    tree = {"model": weights, "optim": optim, "step": 1} | ({"scheduler": scheduler} if scheduler else {})
+    torch.save(tree, tmp_path / "in.pt")
+    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", world_size=2)
+    assert len([n for n in done.notes if "the param groups lack initial_lr" in n]) == (scheduler is not None)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    ckpttool.load(model, optimizer, tmp_path / "out")
+    assert all(group["initial_lr"] == 0.1 for group in optimizer.param_groups)
