@@ -75,7 +75,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     files = draft_small_files(ckpt, [*rest, *small, state], options)
 
     out = join_drafts("xtuner", ckpt, [("weights/", draft), ("", files)], options, world)
-    out.notes += [*describe_other_schedulers(ckpt), *notes, *kept]
+    out.notes += [*describe_other_schedulers(ckpt, own=True), *notes, *kept]
     made = {("trainer", n): x for n, x in counters.items() if own[n] is None}
     out.synthesized_values |= groups | {joined(p): x for p, x in made.items()}
     return out

@@ -961,6 +961,30 @@ def test_a_schedule_that_no_scheduler_of_torch_would_go_on_with_is_said(
     assert len(said) == (not goes_on), done.notes
 
 
+@pytest.mark.parametrize("to", ["accelerate", "trainer", "lightning", "verl", "llamafactory", "xtuner"])
+def test_where_a_lambda_lr_stops_at_the_scheduler_s_state_a_note_says_so(to: str, tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    schedulers = torch.optim.lr_scheduler
+    cosine, by_lambda = schedulers.CosineAnnealingLR(optimizer, 9), schedulers.LambdaLR(optimizer, lambda step: 1.0)
+    states = [cosine.state_dict(), {"num_steps": 7}, {"last_batch_iteration": 7}, by_lambda.state_dict()]
+    weights, moments = get_state_dict(model, optimizer)
+    for i, state in enumerate(states):
+        torch.save({"model": weights, "optim": moments, "scheduler": dict(state), "step": 7}, tmp_path / "in.pt")
+        stops = False
+        try:
+            by_lambda.load_state_dict(dict(state))
+        except KeyError as e:
+            stops = e.args == ("lr_lambdas",)
+        done = ckpttool.convert(tmp_path / "in.pt", tmp_path / str(i), to=to, world_size=2)
+        said = [n for n in done.notes if "stops with KeyError 'lr_lambdas'" in n]
+        scripts_own = to in ("lightning", "xtuner") and i != 1  # a scheduler of the source's class is as likely
+        assert len(said) == (stops and not scripts_own), done.notes
+        assert len([n for n in done.notes if "begin at step 0" in n or "start over at step 0" in n]) == (i in (1, 2))
+
+
 @pytest.mark.parametrize("to", ["accelerate", "trainer", "llamafactory", "verl"])
 def test_rng_states_that_a_trainer_does_not_load_are_not_called_missing(to: str, tmp_path: Path) -> None:
     tree = {
