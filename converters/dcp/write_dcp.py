@@ -26,6 +26,7 @@ from ckpttool.index.checkpoint import (
 from ckpttool.index.composites import Composite, class_label, collapse_composites
 from ckpttool.index.draft import Draft, DraftFile, Written
 from ckpttool.index.names import ROLES
+from ckpttool.index.optimizers import find_optimizers
 from ckpttool.index.trees import check_no_leaf_inside_leaf
 from ckpttool.layouts import WriteOptions, tree_of
 from ckpttool.storage.source import Source
@@ -58,7 +59,8 @@ def list_missing_options(ckpt: Checkpoint) -> dict[Path, object]:
 
     AdamW's own options, with its defaults: FusedAdam (DeepSpeed, TransformerEngine, Apex), which has bias_correction,
     and OLMo-core's SkipStepAdamW lack them. Groups that have some of them otherwise are of an older torch, or of
-    another optimizer of its, and are left as they are.
+    another optimizer of its, and are left as they are; so are those of optimizers whose state is not Adam's, and of
+    DeepSpeed's Lamb, which has max_coeff.
 
     initial_lr, which any scheduler of torch puts there: its base_lrs, else max_lr of the group
     (Megatron-Core), else its lr.
@@ -67,10 +69,12 @@ def list_missing_options(ckpt: Checkpoint) -> dict[Path, object]:
     for path, leaf in ckpt.leaves().items():
         if path[:2] == ("optim", "param_groups") and len(path) > 3:
             groups.setdefault(path[:3], {})[str(path[3])] = leaf
+    others = {n for found in find_optimizers(ckpt) if found.name != "AdamW or Adam" for n in found.slots}
     made: dict[Path, object] = {
         (*at, key): default
         for at, group in groups.items()
         if {"betas", "eps"} <= group.keys() and group.get("bias_correction", True) is not False
+        if "max_coeff" not in group and not (isinstance(of := group.get("params"), list) and others.intersection(of))
         if "bias_correction" in group or not _ADAMW_OPTIONS.keys() & group.keys()
         for key, default in _ADAMW_OPTIONS.items()
         if key not in group

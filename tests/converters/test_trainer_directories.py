@@ -1239,6 +1239,29 @@ def test_groups_with_options_of_torch_or_without_bias_correction_get_none(tmp_pa
             assert not any("amsgrad" in n for n in (*done.notes, *done.added))
 
 
+@pytest.mark.parametrize("to", ["accelerate", "torchtitan", "dcp"])
+@pytest.mark.parametrize("kind", ["bitsandbytes", "SOAP", "schedule-free", "Adan", "OneBitAdam", "Lamb"])
+def test_optimizers_other_than_adam_get_none_of_its_options(kind: str, to: str, tmp_path: Path) -> None:
+    tree = torch.load(fused_adam_state(tmp_path / "in.pt"))
+    if kind == "Lamb":
+        tree["optim"]["param_groups"][0]["max_coeff"] = 10.0
+    else:
+        if kind != "OneBitAdam":
+            del tree["optim"]["param_groups"][0]["bias_correction"]
+        new = {
+            "bitsandbytes": ("state1", "state2"),
+            "SOAP": ("exp_avg", "exp_avg_sq", "GG", "Q"),
+            "schedule-free": ("z", "exp_avg_sq"),
+            "Adan": ("exp_avg", "exp_avg_sq", "exp_avg_diff"),
+            "OneBitAdam": ("exp_avg", "exp_avg_sq", "worker_error"),
+        }[kind]
+        for fqn, slots in tree["optim"]["state"].items():
+            tree["optim"]["state"][fqn] = {slot: slots["exp_avg_sq"].clone() for slot in new}
+    torch.save(tree, tmp_path / "in.pt")
+    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, world_size=2)
+    assert not any("AdamW" in n or "amsgrad" in n for n in (*done.notes, *done.added))
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_dcp_stays_as_it_is_and_says_how_a_job_with_adamw_loads_it(tmp_path: Path) -> None:
     done = ckpttool.convert(fused_adam_state(tmp_path / "in.pt"), tmp_path / "out", to="dcp", world_size=2)
