@@ -58,9 +58,9 @@ def list_missing_options(ckpt: Checkpoint) -> dict[Path, object]:
     torch.distributed.checkpoint raises for every entry that a job has and a checkpoint lacks.
 
     AdamW's own options, with its defaults: FusedAdam (DeepSpeed, TransformerEngine, Apex), which has bias_correction,
-    and OLMo-core's SkipStepAdamW lack them. Groups that have some of them otherwise are of an older torch, or of
-    another optimizer of its, and are left as they are; so are those of optimizers whose state is not Adam's, and of
-    DeepSpeed's Lamb, which has max_coeff.
+    OLMo-core's SkipStepAdamW and the AdamW of older releases of torch, which has amsgrad, lack them. Groups that have
+    some of them otherwise are of another optimizer of torch's, and are left as they are; so are those of optimizers
+    whose state is not Adam's, and of DeepSpeed's Lamb, which has max_coeff.
 
     initial_lr, which any scheduler of torch puts there: its base_lrs, else max_lr of the group
     (Megatron-Core), else its lr.
@@ -75,7 +75,7 @@ def list_missing_options(ckpt: Checkpoint) -> dict[Path, object]:
         for at, group in groups.items()
         if {"betas", "eps"} <= group.keys() and group.get("bias_correction", True) is not False
         if "max_coeff" not in group and not (isinstance(of := group.get("params"), list) and others.intersection(of))
-        if "bias_correction" in group or not _ADAMW_OPTIONS.keys() & group.keys()
+        if {"bias_correction", "amsgrad"} & group.keys() or not _ADAMW_OPTIONS.keys() & group.keys()
         for key, default in _ADAMW_OPTIONS.items()
         if key not in group
     }

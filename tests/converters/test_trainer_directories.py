@@ -1239,6 +1239,31 @@ def test_groups_with_options_of_torch_or_without_bias_correction_get_none(tmp_pa
             assert not any("amsgrad" in n for n in (*done.notes, *done.added))
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("to", [*STRICT, "dcp"])
+def test_a_job_with_adamw_loads_what_that_of_an_older_torch_left(to: str, tmp_path: Path) -> None:
+    """Older releases have no decoupled_weight_decay in the groups, and still older ones no fused and differentiable."""
+    tree = torch.load(fused_adam_state(tmp_path / "in.pt"))
+    (group,) = tree["optim"]["param_groups"]
+    del group["bias_correction"]
+    group |= {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False}
+    torch.save(tree, tmp_path / "in.pt")
+    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, world_size=2)
+    model, optimizer = adamw_job()
+    if to == "dcp":
+        assert any("lack differentiable, fused, decoupled_weight_decay, for which" in n for n in done.notes)
+        ckpttool.load(model, optimizer, tmp_path / "out")
+        return
+    (note,) = [n for n in done.notes if "was taken for AdamW" in n]
+    assert "(differentiable False, fused None, decoupled_weight_decay True)" in note
+    folder_of, key, flat = STRICT[to]
+    how = StateDictOptions(flatten_optimizer_state_dict=flat)
+    state = get_optimizer_state_dict(model, optimizer, options=how)
+    dcp.load({key: state} if key else state, checkpoint_id=tmp_path / "out" / folder_of, no_dist=True)
+    set_optimizer_state_dict(model, optimizer, state, options=how)
+    assert optimizer.param_groups[0]["decoupled_weight_decay"] is True
+
+
 @pytest.mark.parametrize("to", ["accelerate", "torchtitan", "dcp"])
 @pytest.mark.parametrize("kind", ["bitsandbytes", "SOAP", "schedule-free", "Adan", "OneBitAdam", "Lamb"])
 def test_optimizers_other_than_adam_get_none_of_its_options(kind: str, to: str, tmp_path: Path) -> None:
