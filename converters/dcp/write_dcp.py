@@ -29,6 +29,7 @@ from ckpttool.index.names import ROLES
 from ckpttool.index.optimizers import find_optimizers
 from ckpttool.index.trees import check_no_leaf_inside_leaf
 from ckpttool.layouts import WriteOptions, tree_of
+from ckpttool.printable import list_first
 from ckpttool.storage.source import Source
 
 from ..mesh_plans import MeshPlan
@@ -37,7 +38,7 @@ from ..options import MeshOptions
 from .dcp_metadata import META, STORAGE
 from .object_items import Parts, Whole, divide_object_rows
 
-__all__ = ["list_missing_options", "write"]
+__all__ = ["list_missing_options", "list_missing_steps", "write"]
 
 #: The options of torch.optim.AdamW's param groups beyond those of any Adam, with their defaults (torch 2.13).
 _ADAMW_OPTIONS: dict[str, object] = {
@@ -85,6 +86,25 @@ def list_missing_options(ckpt: Checkpoint) -> dict[Path, object]:
     for (at, group), rate in zip(groups.items(), rates, strict=True):
         if {"params", "lr"} <= group.keys() and "initial_lr" not in group and type(rate) in (int, float):
             made[*at, "initial_lr"] = rate
+    return made
+
+
+def list_missing_steps(ckpt: Checkpoint) -> dict[Path, object]:
+    """Return {canonical path: steps} of the counts that torch's Adam and AdamW keep for each parameter, where an
+    optimizer has one for a group instead, as FusedAdam of Apex and TransformerEngine; {} if there are none.
+
+    A group's count of 0 is none: DeepSpeed's FusedAdam leaves it there.
+    """
+    leaves = ckpt.leaves()
+    of_adam = {n for found in find_optimizers(ckpt) if found.name == "AdamW or Adam" for n in found.slots}
+    made: dict[Path, object] = {}
+    for path, listed in leaves.items():
+        if path[:2] != ("optim", "param_groups") or path[3:] != ("params",) or not isinstance(listed, list):
+            continue
+        step = leaves.get((*path[:3], "step"))
+        if isinstance(step, (int, float)) and type(step) is not bool and step > 0:
+            own = [("optim", "state", n, "step") for n in listed if n in of_adam]
+            made |= {p: step for p in own if p not in leaves}
     return made
 
 
@@ -158,6 +178,13 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         notes.append(
             f"the param groups lack {'; and '.join(asked)}: `ckpttool.load(model, optimizer, DIR)` keeps the job's own "
             "there, and so does `dcp.load(..., planner=DefaultLoadPlanner(allow_partial_load=True))`"
+        )
+    if options.tree is None and (steps := list_missing_steps(ckpt)):
+        notes.append(
+            f"the steps of the optimizer ({list_first(dict.fromkeys(steps.values()))}) are in its param groups alone, "
+            "and a job with torch's AdamW keeps them by parameter: after `dcp.load(..., planner=DefaultLoadPlanner("
+            "allow_partial_load=True))` give each `optimizer.state[p]` that step, as a tensor; the folders of "
+            "trainers, as `--for accelerate`, have them by parameter"
         )
     out = Checkpoint("dcp", options.target, world, [*files, ".metadata"], [*at, 0], tensors, ckpt.values)
     draft_files = [

@@ -29,7 +29,7 @@ from ckpttool.printable import list_first
 from ckpttool.storage.source import Source
 
 from .. import full
-from ..dcp.write_dcp import list_missing_options
+from ..dcp.write_dcp import list_missing_options, list_missing_steps
 from ..dcp.write_dcp import write as write_dcp
 from ..options import DirectoryOptions
 from .dialect import LEFT_OVER, to_live_peft_name
@@ -67,10 +67,15 @@ def state_dict_type(ckpt: Checkpoint, options: WriteOptions) -> str:
     return options.of(DirectoryOptions).state_dict_type or ("ddp" if options.ranks(ckpt) == 1 else "sharded")
 
 
-def add_missing_options(ckpt: Checkpoint) -> tuple[Checkpoint, dict[str, object], list[str]]:
-    """Return (the checkpoint with the options of torch's AdamW and schedulers that its param groups lack; {name: value}
-    of those; notes on them), for a trainer whose loader asks dcp for every option that its optimizer has."""
-    made = list_missing_options(ckpt)
+def add_missing_options(ckpt: Checkpoint, by_dcp: bool = True) -> tuple[Checkpoint, dict[str, object], list[str]]:
+    """Return (the checkpoint with what a job with torch's AdamW and schedulers has and its optimizer lacks: options of
+    param groups, and the steps of parameters; {name: value} of those; notes on them).
+
+    Args:
+        ckpt: what is written.
+        by_dcp: whether the trainer asks dcp for every option that its optimizer has; if not, steps alone are added.
+    """
+    made, steps = list_missing_options(ckpt) if by_dcp else {}, list_missing_steps(ckpt)
     notes = []
     if said := ", ".join(dict.fromkeys(f"{p[3]} {x}" for p, x in made.items() if p[3] != "initial_lr")):
         notes.append(
@@ -81,8 +86,14 @@ def add_missing_options(ckpt: Checkpoint) -> tuple[Checkpoint, dict[str, object]
     if rates := dict.fromkeys(str(x) for p, x in made.items() if p[3] == "initial_lr"):
         notes.append(
             "the param groups lack initial_lr, for which a job with a scheduler of torch asks: "
-            f"{list_first(list(rates))} was added, the scheduler's base_lrs or the group's max_lr or lr"
+            f"{list_first(rates)} was added, the scheduler's base_lrs or the group's max_lr or lr"
         )
+    if steps:
+        notes.append(
+            f"the optimizer counts its steps by param group ({list_first(dict.fromkeys(steps.values()))}), and torch's "
+            "AdamW by parameter: each parameter got the step of its group"
+        )
+    made |= steps
     full = replace(ckpt, values={**ckpt.values, **{joined(p): Value(p, data) for p, data in made.items()}})
     return full, {joined(p): data for p, data in made.items()}, notes
 

@@ -352,7 +352,7 @@ def _draft_directory(
             code="CKPT0317",
         )
     kind = state_dict_type(ckpt, options)
-    ckpt, groups, of_groups = add_missing_options(ckpt) if kind == "sharded" else (ckpt, {}, [])
+    ckpt, groups, of_groups = add_missing_options(ckpt, by_dcp=kind == "sharded")
     parts = draft_model_and_optimizer(ckpt, source, options, _NAMES_OF[name], at_root=name == "llamafactory")
     rest, kept = collect_left_over_state(ckpt, placed, copies)
     parts.append(("", draft_small_files(ckpt, [*rest, *small], options)))
@@ -848,7 +848,9 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
     draft.changed |= list_changed_values(groups, after, "torchtitan keeps options by parameter")
     draft.checkpoint.values = {n: v for n, v in draft.checkpoint.values.items() if n not in groups} | after
     draft.changed = {n: how for n, how in draft.changed.items() if n not in added}
-    draft.synthesized_values |= {n: after[n].data for n in added if n in after}
+    draft.synthesized_values |= {
+        n: after[n].data if n in after else x for n, x in added.items() if n in after or n.startswith("optim.state.")
+    }
     draft.notes += of_groups
     if made:
         draft.notes.append(

@@ -1355,3 +1355,44 @@ def test_dcp_says_that_a_job_with_a_scheduler_asks_for_initial_lr(
     torch.optim.lr_scheduler.ConstantLR(optimizer)
     ckpttool.load(model, optimizer, tmp_path / "out")
     assert all(group["initial_lr"] == 0.1 for group in optimizer.param_groups)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("to", [*STRICT, "ddp", "verl", "dcp"])
+def test_a_job_with_adamw_goes_on_at_the_step_that_fused_adam_had_in_a_group(to: str, tmp_path: Path) -> None:
+    """FusedAdam of Apex and of TransformerEngine counts by group; torch's AdamW needs a step of each parameter."""
+    tree = torch.load(fused_adam_state(tmp_path / "in.pt"))
+    tree["optim"]["param_groups"][0]["step"] = 7
+    for slots in tree["optim"]["state"].values():
+        del slots["step"]
+    torch.save(tree, tmp_path / "in.pt")
+    layout, world = ("trainer", 1) if to == "ddp" else (to, 2)
+    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=layout, world_size=world)
+    model, optimizer = adamw_job()
+    if to == "dcp":
+        assert any("the steps of the optimizer (7) are in its param groups alone" in n for n in done.notes)
+        state = {"optim": get_optimizer_state_dict(model, optimizer)}
+        planner = DefaultLoadPlanner(allow_partial_load=True)
+        dcp.load(state, checkpoint_id=tmp_path / "out", planner=planner, no_dist=True)
+        set_optimizer_state_dict(model, optimizer, state["optim"])
+        for slots in optimizer.state.values():
+            slots["step"] = torch.tensor(7.0)
+    else:
+        assert "optim.state.0.weight.step" in done.added and any("counts its steps by" in n for n in done.notes)
+        again = ckpttool.diff(tmp_path / "in.pt", tmp_path / "out")
+        assert not again.only_in_a and not [n for n in again.data if n.startswith("optim.state.")]
+    if to == "ddp":
+        optimizer.load_state_dict(torch.load(tmp_path / "out" / "optimizer.pt"))
+    elif to == "verl":
+        own = torch.load(next((tmp_path / "out").rglob("optim_world_size_2_rank_0.pt")), weights_only=False)
+        assert {slots["step"] for slots in own["state"].values()} == {7}
+        return
+    elif to != "dcp":
+        folder_of, key, flat = STRICT[to]
+        how = StateDictOptions(flatten_optimizer_state_dict=flat)
+        saved = get_optimizer_state_dict(model, optimizer, options=how)
+        dcp.load({key: saved} if key else saved, checkpoint_id=tmp_path / "out" / folder_of, no_dist=True)
+        set_optimizer_state_dict(model, optimizer, saved, options=how)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert {int(slots["step"]) for slots in optimizer.state.values()} == {8}
