@@ -26,8 +26,10 @@ from ckpttool.index.checkpoint import (
 from ckpttool.index.composites import Composite, class_label, collapse_composites
 from ckpttool.index.draft import Draft, DraftFile, Written
 from ckpttool.index.names import ROLES
+from ckpttool.index.optimizers import find_optimizers
 from ckpttool.index.trees import check_no_leaf_inside_leaf
 from ckpttool.layouts import WriteOptions, tree_of
+from ckpttool.printable import list_first
 from ckpttool.storage.source import Source
 
 from ..mesh_plans import MeshPlan
@@ -36,7 +38,7 @@ from ..options import MeshOptions
 from .dcp_metadata import META, STORAGE
 from .object_items import Parts, Whole, divide_object_rows
 
-__all__ = ["list_missing_adamw_options", "write"]
+__all__ = ["list_missing_options", "list_missing_steps", "write"]
 
 #: The options of torch.optim.AdamW's param groups beyond those of any Adam, with their defaults (torch 2.13).
 _ADAMW_OPTIONS: dict[str, object] = {
@@ -50,26 +52,60 @@ _ADAMW_OPTIONS: dict[str, object] = {
 }
 
 
-def list_missing_adamw_options(ckpt: Checkpoint) -> dict[Path, object]:
-    """Return {canonical path: AdamW's default} of the options that torch's AdamW has in its param groups and that those
-    of another Adam lack; {} if there are none.
+def list_missing_options(ckpt: Checkpoint) -> dict[Path, object]:
+    """Return {canonical path: value} of the options that jobs with torch's optimizers and schedulers have in their
+    param groups and that those of the checkpoint lack; {} if there are none.
 
-    torch.distributed.checkpoint raises for every entry that a job has and a checkpoint lacks. FusedAdam (DeepSpeed,
-    TransformerEngine, Apex), which has bias_correction, and OLMo-core's SkipStepAdamW lack such options. Groups that
-    have some of them otherwise are of an older torch, or of another optimizer of its, and are left as they are.
+    torch.distributed.checkpoint raises for every entry that a job has and a checkpoint lacks.
+
+    AdamW's own options, with its defaults: FusedAdam (DeepSpeed, TransformerEngine, Apex), which has bias_correction,
+    OLMo-core's SkipStepAdamW and the AdamW of older releases of torch, which has amsgrad, lack them. Groups that have
+    some of them otherwise are of another optimizer of torch's, and are left as they are; so are those of optimizers
+    whose state is not Adam's, and of DeepSpeed's Lamb, which has max_coeff.
+
+    initial_lr, which any scheduler of torch puts there: its base_lrs, else max_lr of the group
+    (Megatron-Core), else its lr.
     """
     groups: dict[Path, dict[str, object]] = {}
     for path, leaf in ckpt.leaves().items():
         if path[:2] == ("optim", "param_groups") and len(path) > 3:
             groups.setdefault(path[:3], {})[str(path[3])] = leaf
-    return {
+    others = {n for found in find_optimizers(ckpt) if found.name != "AdamW or Adam" for n in found.slots}
+    made: dict[Path, object] = {
         (*at, key): default
         for at, group in groups.items()
         if {"betas", "eps"} <= group.keys() and group.get("bias_correction", True) is not False
-        if "bias_correction" in group or not _ADAMW_OPTIONS.keys() & group.keys()
+        if "max_coeff" not in group and not (isinstance(of := group.get("params"), list) and others.intersection(of))
+        if {"bias_correction", "amsgrad"} & group.keys() or not _ADAMW_OPTIONS.keys() & group.keys()
         for key, default in _ADAMW_OPTIONS.items()
         if key not in group
     }
+    rates = ckpt.value("scheduler.base_lrs")
+    if not isinstance(rates, list) or len(rates) != len(groups):
+        rates = [group.get("max_lr", group.get("lr")) for group in groups.values()]
+    for (at, group), rate in zip(groups.items(), rates, strict=True):
+        if {"params", "lr"} <= group.keys() and "initial_lr" not in group and type(rate) in (int, float):
+            made[*at, "initial_lr"] = rate
+    return made
+
+
+def list_missing_steps(ckpt: Checkpoint) -> dict[Path, object]:
+    """Return {canonical path: steps} of the counts that torch's Adam and AdamW keep for each parameter, where an
+    optimizer has one for a group instead, as FusedAdam of Apex and TransformerEngine; {} if there are none.
+
+    A group's count of 0 is none: DeepSpeed's FusedAdam leaves it there.
+    """
+    leaves = ckpt.leaves()
+    of_adam = {n for found in find_optimizers(ckpt) if found.name == "AdamW or Adam" for n in found.slots}
+    made: dict[Path, object] = {}
+    for path, listed in leaves.items():
+        if path[:2] != ("optim", "param_groups") or path[3:] != ("params",) or not isinstance(listed, list):
+            continue
+        step = leaves.get((*path[:3], "step"))
+        if isinstance(step, (int, float)) and type(step) is not bool and step > 0:
+            own = [("optim", "state", n, "step") for n in listed if n in of_adam]
+            made |= {p: step for p in own if p not in leaves}
+    return made
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
@@ -132,12 +168,23 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         tensors[name] = replace(t, chunks=_place_chunks(t, sizes, at), coding="raw")
     if plan is not None:
         notes.append(plan.note)
-    if options.tree is None and (lacking := list_missing_adamw_options(ckpt)):
-        keys = ", ".join(dict.fromkeys(str(p[3]) for p in lacking))
+    lacking = dict.fromkeys(str(p[3]) for p in list_missing_options(ckpt)) if options.tree is None else {}
+    asked = []
+    if of_adamw := [key for key in lacking if key in _ADAMW_OPTIONS]:
+        asked.append(f"{', '.join(of_adamw)}, for which dcp.load asks in a job with torch's AdamW")
+    if "initial_lr" in lacking and any(p[0] == "scheduler" for p in ckpt.leaves()):
+        asked.append("initial_lr, for which dcp.load asks in a job with a scheduler of torch")
+    if asked:
         notes.append(
-            f"the param groups lack {keys}, for which dcp.load asks in a job with torch's AdamW: `ckpttool.load(model, "
-            "optimizer, DIR)` keeps the job's own there, and so does `dcp.load(..., planner=DefaultLoadPlanner("
-            "allow_partial_load=True))`"
+            f"the param groups lack {'; and '.join(asked)}: `ckpttool.load(model, optimizer, DIR)` keeps the job's own "
+            "there, and so does `dcp.load(..., planner=DefaultLoadPlanner(allow_partial_load=True))`"
+        )
+    if options.tree is None and (steps := list_missing_steps(ckpt)):
+        notes.append(
+            f"the steps of the optimizer ({list_first(dict.fromkeys(steps.values()))}) are in its param groups alone, "
+            "and a job with torch's AdamW keeps them by parameter: after `dcp.load(..., planner=DefaultLoadPlanner("
+            "allow_partial_load=True))` give each `optimizer.state[p]` that step, as a tensor; the folders of "
+            "trainers, as `--for accelerate`, have them by parameter"
         )
     out = Checkpoint("dcp", options.target, world, [*files, ".metadata"], [*at, 0], tensors, ckpt.values)
     draft_files = [

@@ -29,14 +29,14 @@ from ckpttool.printable import list_first
 from ckpttool.storage.source import Source
 
 from .. import full
-from ..dcp.write_dcp import list_missing_adamw_options
+from ..dcp.write_dcp import list_missing_options, list_missing_steps
 from ..dcp.write_dcp import write as write_dcp
 from ..options import DirectoryOptions
 from .dialect import LEFT_OVER, to_live_peft_name
 
 __all__ = [
     "SmallFile",
-    "add_adamw_options",
+    "add_missing_options",
     "collect_left_over_state",
     "draft_model_and_optimizer",
     "draft_small_files",
@@ -67,20 +67,35 @@ def state_dict_type(ckpt: Checkpoint, options: WriteOptions) -> str:
     return options.of(DirectoryOptions).state_dict_type or ("ddp" if options.ranks(ckpt) == 1 else "sharded")
 
 
-def add_adamw_options(ckpt: Checkpoint) -> tuple[Checkpoint, dict[str, object], list[str]]:
-    """Return (the checkpoint with the options of torch's AdamW that its param groups lack; {name: value} of those; a
-    note on them), for a trainer whose loader asks dcp for every option that its optimizer has."""
-    made = list_missing_adamw_options(ckpt)
-    if not made:
-        return ckpt, {}, []
-    said = ", ".join(dict.fromkeys(f"{p[3]} {data}" for p, data in made.items()))
-    note = (
-        "the param groups lack options for which a job with torch's optimizer asks, and do not say whether theirs was "
-        f"Adam or AdamW: it was taken for AdamW, whose defaults were added ({said}). A job with Adam sets "
-        "decoupled_weight_decay to False after the load"
-    )
+def add_missing_options(ckpt: Checkpoint, by_dcp: bool = True) -> tuple[Checkpoint, dict[str, object], list[str]]:
+    """Return (the checkpoint with what a job with torch's AdamW and schedulers has and its optimizer lacks: options of
+    param groups, and the steps of parameters; {name: value} of those; notes on them).
+
+    Args:
+        ckpt: what is written.
+        by_dcp: whether the trainer asks dcp for every option that its optimizer has; if not, steps alone are added.
+    """
+    made, steps = list_missing_options(ckpt) if by_dcp else {}, list_missing_steps(ckpt)
+    notes = []
+    if said := ", ".join(dict.fromkeys(f"{p[3]} {x}" for p, x in made.items() if p[3] != "initial_lr")):
+        notes.append(
+            "the param groups lack options for which a job with torch's optimizer asks, and do not say whether theirs "
+            f"was Adam or AdamW: it was taken for AdamW, whose defaults were added ({said}). A job with Adam sets "
+            "decoupled_weight_decay to False after the load"
+        )
+    if rates := dict.fromkeys(str(x) for p, x in made.items() if p[3] == "initial_lr"):
+        notes.append(
+            "the param groups lack initial_lr, for which a job with a scheduler of torch asks: "
+            f"{list_first(rates)} was added, the scheduler's base_lrs or the group's max_lr or lr"
+        )
+    if steps:
+        notes.append(
+            f"the optimizer counts its steps by param group ({list_first(dict.fromkeys(steps.values()))}), and torch's "
+            "AdamW by parameter: each parameter got the step of its group"
+        )
+    made |= steps
     full = replace(ckpt, values={**ckpt.values, **{joined(p): Value(p, data) for p, data in made.items()}})
-    return full, {joined(p): data for p, data in made.items()}, [note]
+    return full, {joined(p): data for p, data in made.items()}, notes
 
 
 def draft_model_and_optimizer(

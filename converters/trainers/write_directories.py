@@ -19,9 +19,10 @@ from ckpttool.index.composites import shape_of
 from ckpttool.index.draft import Draft, Dropped, turn_positions_into_keys
 from ckpttool.index.names import canonical, describe_weights_elsewhere, original_path, step_count
 from ckpttool.index.paths import keep_extra_state_trees, list_own_keys
+from ckpttool.index.schedulers import describe_deepspeed_scheduler
 from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions
-from ckpttool.printable import count_noun
+from ckpttool.printable import count_noun, list_first
 from ckpttool.storage.source import Source
 
 from .. import full
@@ -31,7 +32,7 @@ from .dialect import name_tree_beside_model
 from .filenames import RNG_KEYS
 from .join import (
     SmallFile,
-    add_adamw_options,
+    add_missing_options,
     collect_left_over_state,
     draft_model_and_optimizer,
     draft_small_files,
@@ -153,21 +154,34 @@ def _list_schedulers(ckpt: Checkpoint) -> list[tuple[set[Path], dict[Path, objec
     return [(set(row), strip_paths(row, 2)) for row in rows]
 
 
-def describe_other_schedulers(ckpt: Checkpoint) -> list[str]:
-    """Return a note if a scheduler's state is not one of torch's LRScheduler; [] if all are, or there is none.
+def describe_other_schedulers(ckpt: Checkpoint, own: bool = False) -> list[str]:
+    """Return a note if a job's scheduler stops at a scheduler's state, or takes it and begins at step 0; [] if it goes
+    on, or there is none. What `describe_deepspeed_scheduler` says is not said again.
 
     LRScheduler.load_state_dict (torch/optim/lr_scheduler.py) loads any state, and the scheduler counts in last_epoch:
     without that it begins at step 0 and says nothing. Megatron-Core's counts in num_steps, DeepSpeed's own in
-    last_batch_iteration.
+    last_batch_iteration. LambdaLR's raises without lr_lambdas, and most of transformers' schedulers are LambdaLR.
+
+    Args:
+        ckpt: what is written.
+        own: whether the script makes the scheduler, of any class; else it is most likely a LambdaLR of transformers.
     """
     keys = [{str(p[0]) for p in state} for _, state in _list_schedulers(ckpt)]
-    other = next((found for found in keys if "last_epoch" not in found), None)
-    if other is None:
+    uncounted = next((found for found in keys if "last_epoch" not in found), None)
+    other = uncounted or (None if own else next((found for found in keys if "lr_lambdas" not in found), None))
+    if other is None or (own and describe_deepspeed_scheduler(ckpt)):
         return []
+    what = f"the scheduler's state ({list_first(sorted(other))}) has no"
+    stops = "a LambdaLR, as transformers makes most of them, stops with KeyError 'lr_lambdas'"
+    if uncounted is None:
+        return [f"{what} lr_lambdas: {stops}, and a scheduler of the source's class loads it"]
+    if describe_deepspeed_scheduler(ckpt):
+        return [f"{what} lr_lambdas: {stops}"]
+    others = "schedulers" if "lr_lambdas" in other else f"{stops}, and others"
     return [
-        f"the scheduler's state ({', '.join(sorted(other)[:3])}, ...) has no last_epoch, in which schedulers of torch "
-        "count: such a one loads it without an error and begins at step 0. Set its last_epoch after the load, or use "
-        "the scheduler that the source had"
+        f"{what} last_epoch, in which schedulers of torch count: {others} "
+        "load it without an error and begin at step 0. Set last_epoch after the load, or use the scheduler that "
+        "the source had"
     ]
 
 
@@ -338,7 +352,7 @@ def _draft_directory(
             code="CKPT0317",
         )
     kind = state_dict_type(ckpt, options)
-    ckpt, groups, of_groups = add_adamw_options(ckpt) if kind == "sharded" else (ckpt, {}, [])
+    ckpt, groups, of_groups = add_missing_options(ckpt, by_dcp=kind == "sharded")
     parts = draft_model_and_optimizer(ckpt, source, options, _NAMES_OF[name], at_root=name == "llamafactory")
     rest, kept = collect_left_over_state(ckpt, placed, copies)
     parts.append(("", draft_small_files(ckpt, [*rest, *small], options)))
@@ -677,7 +691,7 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
         placed |= set(own.values())
         leaves = ckpt.leaves()
         meta |= {at: leaves[p] for at, p in own.items()}
-    ckpt, groups, of_groups = add_adamw_options(ckpt)
+    ckpt, groups, of_groups = add_missing_options(ckpt)
     state = replace(ckpt.only(["model", "optim"]), origin={}, ranks={}, notes=[])
     keys = {"model": "state_dict", "optim": "optimizer_0"}
 
@@ -696,7 +710,7 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
         out, (p for paths, _ in _list_schedulers(ckpt) for p in paths if str(p[1]).isdecimal()), back=True
     )
     out.dropped += lost
-    out.notes += [*describe_other_schedulers(ckpt), *notes, *of_groups, *kept]
+    out.notes += [*describe_other_schedulers(ckpt, own=True), *notes, *of_groups, *kept]
     out.synthesized_values |= groups | {joined(p): data for p, data in made.items()}
     return out
 
@@ -818,7 +832,7 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
     made = {p: data for p, data in needed.items() if joined(p) not in ckpt.tensors and ckpt.value(joined(p)) is None}
     dropped = [joined(p) for p in ckpt.leaves() if p not in made and any(_paths_conflict(p, q) for q in made)]
     ckpt, lost = _without_entries(ckpt, dropped, "torchtitan has entries with names there, which it asks for")
-    ckpt, added, of_groups = add_adamw_options(ckpt)
+    ckpt, added, of_groups = add_missing_options(ckpt)
     values = {**ckpt.values, **{joined(p): Value(p, data) for p, data in made.items()}}
     draft = write_dcp(replace(ckpt, values=values, origin={}, notes=[]), source, replace(options, tree=_to_titan_tree))
     draft.taken_apart = {n: v for n, v in draft.taken_apart.items() if v.path[0] != "optim"}
@@ -834,7 +848,9 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
     draft.changed |= list_changed_values(groups, after, "torchtitan keeps options by parameter")
     draft.checkpoint.values = {n: v for n, v in draft.checkpoint.values.items() if n not in groups} | after
     draft.changed = {n: how for n, how in draft.changed.items() if n not in added}
-    draft.synthesized_values |= {n: data for n, data in added.items() if n in after}
+    draft.synthesized_values |= {
+        n: after[n].data if n in after else x for n, x in added.items() if n in after or n.startswith("optim.state.")
+    }
     draft.notes += of_groups
     if made:
         draft.notes.append(

@@ -33,6 +33,7 @@ from ckpttool.storage.source import Source
 from ..options import VerlOptions
 from .join import (
     SmallFile,
+    add_missing_options,
     collect_left_over_state,
     draft_small_files,
     join_drafts,
@@ -67,6 +68,7 @@ def write_verl(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft
     placed: set[Path] = set()
     loader = _make_loader_file(ckpt, placed)
     extra, notes = _make_extra_state_files(ckpt, options.of(VerlOptions).mesh_device, world, placed)
+    ckpt, steps, of_steps = add_missing_options(ckpt, by_dcp=False)
     rest, kept = collect_left_over_state(ckpt, placed)
     config = TorchFiles()
     config.literal("fsdp_config.json", bounded_json.encode({"FSDP_version": 2, "world_size": world}, indent=4) + b"\n")
@@ -84,8 +86,10 @@ def write_verl(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft
         "for a job with strategy fsdp2 and one fsdp group of all ranks; verl reads the step from the name of the "
         "folder, global_step_<step>, and the tokenizer from the model's own folder",
         *notes,
+        *of_steps,
         *kept,
     ]
+    out.synthesized_values |= steps
     return out
 
 

@@ -12,7 +12,7 @@ from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
 from ..dcp.write_dcp import write as write_dcp
-from .join import SmallFile, add_adamw_options, collect_left_over_state, draft_small_files, join_drafts
+from .join import SmallFile, add_missing_options, collect_left_over_state, draft_small_files, join_drafts
 from .write_directories import (
     count_steps,
     describe_other_schedulers,
@@ -43,7 +43,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
             code="CKPT0317",
         )
     world, placed = options.ranks(ckpt), set[Path]()
-    ckpt, groups, notes = add_adamw_options(ckpt)
+    ckpt, groups, notes = add_missing_options(ckpt)
     weights = replace(ckpt.only(("model", "optim")), origin={}, ranks={}, notes=[])
     draft = write_dcp(weights, source, replace(options, target="weights", own=None, tree=_to_xtuner_tree))
 
@@ -75,7 +75,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     files = draft_small_files(ckpt, [*rest, *small, state], options)
 
     out = join_drafts("xtuner", ckpt, [("weights/", draft), ("", files)], options, world)
-    out.notes += [*describe_other_schedulers(ckpt), *notes, *kept]
+    out.notes += [*describe_other_schedulers(ckpt, own=True), *notes, *kept]
     made = {("trainer", n): x for n, x in counters.items() if own[n] is None}
     out.synthesized_values |= groups | {joined(p): x for p, x in made.items()}
     return out

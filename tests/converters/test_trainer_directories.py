@@ -961,6 +961,30 @@ def test_a_schedule_that_no_scheduler_of_torch_would_go_on_with_is_said(
     assert len(said) == (not goes_on), done.notes
 
 
+@pytest.mark.parametrize("to", ["accelerate", "trainer", "lightning", "verl", "llamafactory", "xtuner"])
+def test_where_a_lambda_lr_stops_at_the_scheduler_s_state_a_note_says_so(to: str, tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    schedulers = torch.optim.lr_scheduler
+    cosine, by_lambda = schedulers.CosineAnnealingLR(optimizer, 9), schedulers.LambdaLR(optimizer, lambda step: 1.0)
+    states = [cosine.state_dict(), {"num_steps": 7}, {"last_batch_iteration": 7}, by_lambda.state_dict()]
+    weights, moments = get_state_dict(model, optimizer)
+    for i, state in enumerate(states):
+        torch.save({"model": weights, "optim": moments, "scheduler": dict(state), "step": 7}, tmp_path / "in.pt")
+        stops = False
+        try:
+            by_lambda.load_state_dict(dict(state))
+        except KeyError as e:
+            stops = e.args == ("lr_lambdas",)
+        done = ckpttool.convert(tmp_path / "in.pt", tmp_path / str(i), to=to, world_size=2)
+        said = [n for n in done.notes if "stops with KeyError 'lr_lambdas'" in n]
+        scripts_own = to in ("lightning", "xtuner") and i != 1  # a scheduler of the source's class is as likely
+        assert len(said) == (stops and not scripts_own), done.notes
+        assert len([n for n in done.notes if "begin at step 0" in n or "start over at step 0" in n]) == (i in (1, 2))
+
+
 @pytest.mark.parametrize("to", ["accelerate", "trainer", "llamafactory", "verl"])
 def test_rng_states_that_a_trainer_does_not_load_are_not_called_missing(to: str, tmp_path: Path) -> None:
     tree = {
@@ -1216,6 +1240,54 @@ def test_groups_with_options_of_torch_or_without_bias_correction_get_none(tmp_pa
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("to", [*STRICT, "dcp"])
+def test_a_job_with_adamw_loads_what_that_of_an_older_torch_left(to: str, tmp_path: Path) -> None:
+    """Older releases have no decoupled_weight_decay in the groups, and still older ones no fused and differentiable."""
+    tree = torch.load(fused_adam_state(tmp_path / "in.pt"))
+    (group,) = tree["optim"]["param_groups"]
+    del group["bias_correction"]
+    group |= {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False}
+    torch.save(tree, tmp_path / "in.pt")
+    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, world_size=2)
+    model, optimizer = adamw_job()
+    if to == "dcp":
+        assert any("lack differentiable, fused, decoupled_weight_decay, for which" in n for n in done.notes)
+        ckpttool.load(model, optimizer, tmp_path / "out")
+        return
+    (note,) = [n for n in done.notes if "was taken for AdamW" in n]
+    assert "(differentiable False, fused None, decoupled_weight_decay True)" in note
+    folder_of, key, flat = STRICT[to]
+    how = StateDictOptions(flatten_optimizer_state_dict=flat)
+    state = get_optimizer_state_dict(model, optimizer, options=how)
+    dcp.load({key: state} if key else state, checkpoint_id=tmp_path / "out" / folder_of, no_dist=True)
+    set_optimizer_state_dict(model, optimizer, state, options=how)
+    assert optimizer.param_groups[0]["decoupled_weight_decay"] is True
+
+
+@pytest.mark.parametrize("to", ["accelerate", "torchtitan", "dcp"])
+@pytest.mark.parametrize("kind", ["bitsandbytes", "SOAP", "schedule-free", "Adan", "OneBitAdam", "Lamb"])
+def test_optimizers_other_than_adam_get_none_of_its_options(kind: str, to: str, tmp_path: Path) -> None:
+    tree = torch.load(fused_adam_state(tmp_path / "in.pt"))
+    if kind == "Lamb":
+        tree["optim"]["param_groups"][0]["max_coeff"] = 10.0
+    else:
+        if kind != "OneBitAdam":
+            del tree["optim"]["param_groups"][0]["bias_correction"]
+        new = {
+            "bitsandbytes": ("state1", "state2"),
+            "SOAP": ("exp_avg", "exp_avg_sq", "GG", "Q"),
+            "schedule-free": ("z", "exp_avg_sq"),
+            "Adan": ("exp_avg", "exp_avg_sq", "exp_avg_diff"),
+            "OneBitAdam": ("exp_avg", "exp_avg_sq", "worker_error"),
+        }[kind]
+        for fqn, slots in tree["optim"]["state"].items():
+            tree["optim"]["state"][fqn] = {slot: slots["exp_avg_sq"].clone() for slot in new}
+    torch.save(tree, tmp_path / "in.pt")
+    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, world_size=2)
+    assert not any("AdamW" in n or "amsgrad" in n for n in (*done.notes, *done.added))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_dcp_stays_as_it_is_and_says_how_a_job_with_adamw_loads_it(tmp_path: Path) -> None:
     done = ckpttool.convert(fused_adam_state(tmp_path / "in.pt"), tmp_path / "out", to="dcp", world_size=2)
     (note,) = [n for n in done.notes if "lack amsgrad, maximize," in n]
@@ -1235,3 +1307,92 @@ def test_dcp_stays_as_it_is_and_says_how_a_job_with_adamw_loads_it(tmp_path: Pat
             set_optimizer_state_dict(model, optimizer, state["optim"])
         assert optimizer.param_groups[0]["lr"] == 0.05 and optimizer.param_groups[0]["amsgrad"] is False
         assert {int(slots["step"]) for slots in optimizer.state.values()} == {1}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("to", STRICT)
+def test_a_job_with_a_scheduler_loads_groups_that_had_none(to: str, tmp_path: Path) -> None:
+    """A scheduler of torch puts initial_lr into the groups before the load, and DeepSpeed's and Megatron-Core's do
+    not."""
+    model, optimizer = sgd_job()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    weights, optim = get_state_dict(model, optimizer)
+    own: dict[str, Any] = {"scheduler": {"base_lrs": [0.5, 0.25], "last_epoch": 1}, "step": 1}
+    torch.save({"model": weights, "optim": optim, **own}, tmp_path / "in.pt")
+    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, world_size=2)
+    assert any("initial_lr" in n and "0.5, 0.25 was added" in n for n in done.notes) and not done.dropped
+    folder_of, key, flat = STRICT[to]
+    model, optimizer = sgd_job()
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    how = StateDictOptions(flatten_optimizer_state_dict=flat)
+    state = get_optimizer_state_dict(model, optimizer, options=how)
+    dcp.load({key: state} if key else state, checkpoint_id=tmp_path / "out" / folder_of, no_dist=True)
+    set_optimizer_state_dict(model, optimizer, state, options=how)
+    assert [(g["lr"], g["initial_lr"]) for g in optimizer.param_groups] == [(0.1, 0.5), (0.1, 0.25)]
+    again = ckpttool.diff(tmp_path / "in.pt", tmp_path / "out")
+    assert not again.only_in_a and not [n for n in again.data if n.startswith("optim.")]
+
+
+def sgd_job() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    groups = [{"params": list(layer.parameters())} for layer in model]
+    return model, torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("scheduler", [{"last_batch_iteration": 2}, None])
+def test_dcp_says_that_a_job_with_a_scheduler_asks_for_initial_lr(
+    scheduler: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """A source without a scheduler is of a job that had none, and goes on so."""
+    model, optimizer = sgd_job()
+    weights, optim = get_state_dict(model, optimizer)
+    tree = {"model": weights, "optim": optim, "step": 1} | ({"scheduler": scheduler} if scheduler else {})
+    torch.save(tree, tmp_path / "in.pt")
+    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", world_size=2)
+    assert len([n for n in done.notes if "the param groups lack initial_lr" in n]) == (scheduler is not None)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    ckpttool.load(model, optimizer, tmp_path / "out")
+    assert all(group["initial_lr"] == 0.1 for group in optimizer.param_groups)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("to", [*STRICT, "ddp", "verl", "dcp"])
+def test_a_job_with_adamw_goes_on_at_the_step_that_fused_adam_had_in_a_group(to: str, tmp_path: Path) -> None:
+    """FusedAdam of Apex and of TransformerEngine counts by group; torch's AdamW needs a step of each parameter."""
+    tree = torch.load(fused_adam_state(tmp_path / "in.pt"))
+    tree["optim"]["param_groups"][0]["step"] = 7
+    for slots in tree["optim"]["state"].values():
+        del slots["step"]
+    torch.save(tree, tmp_path / "in.pt")
+    layout, world = ("trainer", 1) if to == "ddp" else (to, 2)
+    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=layout, world_size=world)
+    model, optimizer = adamw_job()
+    if to == "dcp":
+        assert any("the steps of the optimizer (7) are in its param groups alone" in n for n in done.notes)
+        state = {"optim": get_optimizer_state_dict(model, optimizer)}
+        planner = DefaultLoadPlanner(allow_partial_load=True)
+        dcp.load(state, checkpoint_id=tmp_path / "out", planner=planner, no_dist=True)
+        set_optimizer_state_dict(model, optimizer, state["optim"])
+        for slots in optimizer.state.values():
+            slots["step"] = torch.tensor(7.0)
+    else:
+        assert "optim.state.0.weight.step" in done.added and any("counts its steps by" in n for n in done.notes)
+        again = ckpttool.diff(tmp_path / "in.pt", tmp_path / "out")
+        assert not again.only_in_a and not [n for n in again.data if n.startswith("optim.state.")]
+    if to == "ddp":
+        optimizer.load_state_dict(torch.load(tmp_path / "out" / "optimizer.pt"))
+    elif to == "verl":
+        own = torch.load(next((tmp_path / "out").rglob("optim_world_size_2_rank_0.pt")), weights_only=False)
+        assert {slots["step"] for slots in own["state"].values()} == {7}
+        return
+    elif to != "dcp":
+        folder_of, key, flat = STRICT[to]
+        how = StateDictOptions(flatten_optimizer_state_dict=flat)
+        saved = get_optimizer_state_dict(model, optimizer, options=how)
+        dcp.load({key: saved} if key else saved, checkpoint_id=tmp_path / "out" / folder_of, no_dist=True)
+        set_optimizer_state_dict(model, optimizer, saved, options=how)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert {int(slots["step"]) for slots in optimizer.state.values()} == {8}
