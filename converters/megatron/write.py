@@ -490,6 +490,8 @@ def _build_optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str], 
     """
     muon = _has_muon(ckpt)
     steps = dict.fromkeys(float(x) for x in values.steps.values() if isinstance(x, (int, float)))
+    trained = {t.parameter for t in ckpt.tensors.values() if t.slot is not None}
+    stepped = {n for n in trained if joined(("optim", "state", n, "step")) in values.steps}
     if len(steps) > 1:
         several = ", ".join(f"{s:g}" for s in list(steps)[:4])
         raise Unsupported(
@@ -525,6 +527,8 @@ def _build_optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str], 
                 f"Megatron-Core would put it into the other one when it loads. {what_to_do}",
                 code="CKPT0316",
             )
+        if g.get("step") == 0 != next(iter(steps), 0) and trained.intersection(names) <= stepped:
+            del g["step"]  # DeepSpeed's FusedAdam counts in the state alone, and its groups stay at 0
         if steps and not muon and g.setdefault("step", step := next(iter(steps))) != step:
             raise Unsupported(
                 f'A param group has the option "step" {short(g["step"])}, and its parameters are at step {step:g}; '
