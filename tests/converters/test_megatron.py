@@ -564,14 +564,30 @@ def test_without_a_schedule_megatron_trains_on_at_the_rates_of_the_param_groups(
         assert [g["weight_decay"] for g in Loaded.param_groups] == wanted
 
 
-@pytest.mark.parametrize("slots", [("momentum_buffer",), ("exp_avg",), ("exp_avg", "exp_inf")])
+@pytest.mark.parametrize(
+    "slots",
+    [
+        ("momentum_buffer",),
+        ("exp_avg",),
+        ("exp_avg", "exp_inf"),
+        ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+        ("exp_avg", "exp_avg_diff", "exp_avg_sq"),
+    ],
+)
 def test_state_that_megatron_loads_for_no_optimizer_is_refused(slots: tuple[str, ...], tmp_path: Path) -> None:
-    """SGD, Lion and Adamax: DistributedOptimizer takes Adam alone, and SGD has no init_state_fn."""
+    """SGD, Lion, Adamax, amsgrad and Adan: DistributedOptimizer takes Adam's two moments alone, and SGD has no init_state_fn."""
     group = {"lr": 0.5, "weight_decay": 0.1, "params": [FC2, NORM]}
     source = other_trainer(tmp_path / "a.pt", [group], slots=slots)
     with pytest.raises(Unsupported, match=f"keeps {', '.join(slots)}.*and Megatron-Core loads exp_avg and exp_avg_sq"):
         ckpttool.convert(source, tmp_path / "out", to="megatron", world_size=2, drop=True)
     assert ckpttool.convert(source, tmp_path / "out", to="megatron", world_size=2, only=["model"]).verified
+
+
+@pytest.mark.parametrize("option", ["max_coeff", "grad_averaging"])
+def test_lamb_which_keeps_what_adam_keeps_is_refused_by_its_options(option: str, tmp_path: Path) -> None:
+    source = other_trainer(tmp_path / "a.pt", [{"lr": 0.5, "weight_decay": 0.1, option: 10.0, "params": [FC2, NORM]}])
+    with pytest.raises(Unsupported, match=f'option "{option}" of Lamb'):
+        ckpttool.convert(source, tmp_path / "out", to="megatron", world_size=2, drop=True)
 
 
 # ------------------------------------------------------------------------------------------------- folders of folders
