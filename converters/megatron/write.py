@@ -69,7 +69,7 @@ _MAPS = ("megatron", "megatron-mla")
 _BARE = re.compile(r"(\w+)(?: \| .*)?\Z")
 #: Some of these are in every state of OptimizerParamScheduler, of any version.
 _SCHEDULE = frozenset(("num_steps", "num_iters"))
-#: Options of Lamb, which keeps what Adam keeps: DeepSpeed's (ops/lamb/fused_lamb.py), Apex' and pytorch_optimizer's.
+#: Options of Lamb, which keeps what Adam keeps: DeepSpeed's (ops/lamb/fused_lamb.py) and Apex'.
 _OF_LAMB = frozenset(("max_coeff", "grad_averaging"))
 _NO_PLACE = "Megatron-Core has no place for such a tensor"
 
@@ -234,8 +234,8 @@ def _refuse_other_optimizers(ckpt: Checkpoint) -> None:
             )
     if lamb := next((v.option for v in ckpt.values.values() if v.option in _OF_LAMB), None):
         raise Unsupported(
-            f'The param groups have the option "{lamb}" of Lamb, whose moments Megatron-Core would take for those of '
-            f"Adam. {what_to_do}",
+            f'The param groups have the option "{lamb}", which Lamb has and Adam has not, and Megatron-Core would take '
+            f"its moments for those of Adam. {what_to_do}",
             code="CKPT0316",
         )
 
