@@ -27,7 +27,7 @@ from ckpttool.storage.source import Source
 from .. import full
 from ..dcp.write_dcp import write as write_dcp
 from ..options import DirectoryOptions, MeshOptions
-from .dialect import name_tree_beside_model
+from .dialect import FSDP_SCALER, name_tree_beside_model
 from .filenames import RNG_KEYS
 from .join import (
     SmallFile,
@@ -672,8 +672,21 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
             placed.add(("scheduler",))
         elif "scheduler" not in ckpt.values:
             made["scheduler",] = []
+    # FSDPStrategy alone has fp16 with a scaler here, whose plugin loads one under its name (plugins/precision/fsdp.py)
+    scaler = select_leaves_below(ckpt, "scaler")
+    copies: set[Path] = set()
+    if (
+        {("scaler", key) for key in _GRAD_SCALER} <= scaler.keys()
+        and not any(isinstance(leaf, TensorEntry) for leaf in scaler.values())
+        and not _select_leaves(ckpt, *FSDP_SCALER)
+    ):
+        meta |= {(*FSDP_SCALER[1:], *p[1:]): leaf for p, leaf in scaler.items()}
+        copies = {(*FSDP_SCALER, *p[1:]) for p in scaler}
+        notes.append(
+            "meta.pt has the gradient scaler as FSDPPrecision, too, which a job with FSDPStrategy in fp16 loads"
+        )
     if "extra.pytorch-lightning_version" in ckpt.values:
-        own = _find_other_lightning_entries(ckpt, meta, placed)
+        own = _find_other_lightning_entries(ckpt, meta, placed.union(scaler if copies else ()))
         placed |= set(own.values())
         leaves = ckpt.leaves()
         meta |= {at: leaves[p] for at, p in own.items()}
@@ -685,7 +698,7 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
         """Return the leaves under Lightning's keys for model and optimizer."""
         return {(keys[str(p[0])], *p[1:]): leaf for p, leaf in leaves.items()}
 
-    rest, kept = collect_left_over_state(ckpt, placed)
+    rest, kept = collect_left_over_state(ckpt, placed, copies)
     small = [*rest, SmallFile("meta.pt", meta)]
     parts = [
         ("", draft_small_files(ckpt, small, options)),
