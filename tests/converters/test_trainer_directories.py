@@ -1174,6 +1174,20 @@ def test_lightning_finds_a_grad_scaler_under_the_name_of_its_plugin(version: boo
             }
 
 
+@pytest.mark.parametrize("plugin", ["MixedPrecision", "FSDPPrecision"])
+@pytest.mark.parametrize("to", ["accelerate", "trainer"])
+def test_a_scaler_of_lightning_is_in_scaler_pt(to: str, plugin: str, tmp_path: Path) -> None:
+    tree = torch.load(with_rng({}, tmp_path / "in.pt"))
+    torch.save({**tree, "extra": {plugin: dict(SCALER)}}, tmp_path / "in.pt")
+    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, world_size=2)
+    assert not done.dropped and torch.load(tmp_path / "out" / "scaler.pt") == SCALER
+    against = ckpttool.verify(tmp_path / "out", against=tmp_path / "in.pt", read_data=True).against
+    assert against is not None and against["verdict"] == "equal"
+    with ckpttool.open(tmp_path / "out") as opened:
+        names = {n for n in opened.checkpoint.values if n.startswith(("scaler", "extra"))}
+        assert names == {f"extra.{plugin}.{k}" for k in SCALER}
+
+
 def adamw_job() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
