@@ -69,6 +69,8 @@ _MAPS = ("megatron", "megatron-mla")
 _BARE = re.compile(r"(\w+)(?: \| .*)?\Z")
 #: Some of these are in every state of OptimizerParamScheduler, of any version.
 _SCHEDULE = frozenset(("num_steps", "num_iters"))
+#: Options of Lamb, which keeps what Adam keeps: DeepSpeed's (ops/lamb/fused_lamb.py) and Apex'.
+_OF_LAMB = frozenset(("max_coeff", "grad_averaging"))
 _NO_PLACE = "Megatron-Core has no place for such a tensor"
 
 
@@ -215,20 +217,27 @@ def _has_muon(ckpt: Checkpoint) -> bool:
 def _refuse_other_optimizers(ckpt: Checkpoint) -> None:
     """Refuse state of an optimizer that Megatron-Core does not load: its distributed one is Adam's alone, its Muon has
     that for matrices, and its SGD asks `init_state_fn`, which is None for it, before a load (distrib_optimizer.py and
-    optimizer.py of 0.16).
+    optimizer.py of 0.16). It would ask for no slot beside those, and train on as Adam.
 
     Raises:
-        Unsupported: a parameter has a state without Adam's moments, and not that of Megatron-Core's Muon.
+        Unsupported: a parameter has a state that is not Adam's moments alone, nor that of Megatron-Core's Muon, or the
+            param groups are Lamb's.
     """
     muon = _has_muon(ckpt)
+    what_to_do = f"{argument('only', ['model'])} leaves the optimizer out."
     for name, found in (row for state in find_optimizers(ckpt) for row in state.slots.items()):
-        if not {"exp_avg", "exp_avg_sq"} <= found and not (muon and "momentum_buffer" in found):
+        if found - {"step"} != {"exp_avg", "exp_avg_sq"} and not (muon and "momentum_buffer" in found):
             raise Unsupported(
                 f'The optimizer keeps {", ".join(sorted(found))} for "{name}", and Megatron-Core loads exp_avg and '
-                f"exp_avg_sq of Adam, and momentum_buffer of its own Muon, alone. {argument('only', ['model'])} leaves "
-                "the optimizer out.",
+                f"exp_avg_sq of Adam, and momentum_buffer of its own Muon, alone. {what_to_do}",
                 code="CKPT0316",
             )
+    if lamb := next((v.option for v in ckpt.values.values() if v.option in _OF_LAMB), None):
+        raise Unsupported(
+            f'The param groups have the option "{lamb}", which Lamb has and Adam has not, and Megatron-Core would take '
+            f"its moments for those of Adam. {what_to_do}",
+            code="CKPT0316",
+        )
 
 
 def _is_small_scale(t: TensorEntry) -> bool:
@@ -490,6 +499,8 @@ def _build_optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str], 
     """
     muon = _has_muon(ckpt)
     steps = dict.fromkeys(float(x) for x in values.steps.values() if isinstance(x, (int, float)))
+    trained = {t.parameter for t in ckpt.tensors.values() if t.slot is not None}
+    stepped = {n for n in trained if joined(("optim", "state", n, "step")) in values.steps}
     if len(steps) > 1:
         several = ", ".join(f"{s:g}" for s in list(steps)[:4])
         raise Unsupported(
@@ -525,6 +536,8 @@ def _build_optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str], 
                 f"Megatron-Core would put it into the other one when it loads. {what_to_do}",
                 code="CKPT0316",
             )
+        if g.get("step") == 0 != next(iter(steps), 0) and trained.intersection(names) <= stepped:
+            del g["step"]  # DeepSpeed's FusedAdam counts in the state alone, and its groups stay at 0
         if steps and not muon and g.setdefault("step", step := next(iter(steps))) != step:
             raise Unsupported(
                 f'A param group has the option "step" {short(g["step"])}, and its parameters are at step {step:g}; '

@@ -67,7 +67,9 @@ __all__ = [
     "DATA",
     "DEEPSPEED",
     "FOREIGN",
+    "FSDP_SCALER",
     "LEFT_OVER",
+    "LIGHTNING_SCALERS",
     "TREE",
     "Dialect",
     "DirectoryPart",
@@ -91,6 +93,10 @@ FOREIGN = "foreign"
 _OURS = "ckpttool"
 #: The file in which ckpttool keeps what the trainer of a directory has no file for.
 LEFT_OVER = "ckpttool_state.pt"
+#: Where Lightning's precision plugin of FSDPStrategy keeps its gradient scaler, as a canonical path.
+FSDP_SCALER = ("extra", "FSDPPrecision")
+#: The same of any strategy (plugins/precision/amp.py and fsdp.py).
+LIGHTNING_SCALERS = (("extra", "MixedPrecision"), FSDP_SCALER)
 #: The layout of a save of DeepSpeed's engine at any stage, which holds a model and its optimizer.
 DEEPSPEED = "zero3"
 _MOST_JSON = 256 << 20  # trainer_state.json with the log of a long run
@@ -669,7 +675,7 @@ def _with_foreign_optimizer_as_extra(
 
 def _parse_left_over(leaves: Mapping[Path, Any], what: str) -> tuple[dict[Path, object], set[Path]]:
     """Return ({canonical path: leaf} of ckpttool_state.pt, in which ckpttool keeps state that the trainer has no file
-    for; the canonical paths of RNG states in other files that are copies of it).
+    for; the canonical paths of RNG states and gradient scalers in other files that are copies of it).
 
     Args:
         leaves: {path in the file: leaf}.
@@ -685,7 +691,7 @@ def _parse_left_over(leaves: Mapping[Path, Any], what: str) -> tuple[dict[Path, 
             if path[0] not in COMPONENTS or path in out or not all(isinstance(x, (str, int)) for x in path):
                 raise ValueError(path)
             out[path] = data
-        copies = {path for path in leaves.get(("copies",), ()) if path[0] == "rng"}
+        copies = {p for p in leaves.get(("copies",), ()) if p[0] in ("rng", "scaler") or p[:2] == FSDP_SCALER}
     except (TypeError, ValueError, KeyError, IndexError) as e:
         raise Corrupt(
             f"{what}: not a file of state that ckpttool wrote ({e!r:.80}). Remove it to go on without it.",

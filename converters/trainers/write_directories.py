@@ -28,7 +28,7 @@ from ckpttool.storage.source import Source
 from .. import full
 from ..dcp.write_dcp import write as write_dcp
 from ..options import DirectoryOptions, MeshOptions
-from .dialect import name_tree_beside_model
+from .dialect import FSDP_SCALER, LIGHTNING_SCALERS, name_tree_beside_model
 from .filenames import RNG_KEYS
 from .join import (
     SmallFile,
@@ -197,20 +197,31 @@ def _strip_component_and_key(leaves: Mapping[Path, object]) -> dict[Path, object
     return {p[2:]: leaf for p, leaf in leaves.items()}
 
 
-def _make_scaler_file(ckpt: Checkpoint, placed: set[Path], otherwise: str) -> tuple[list[SmallFile], list[str]]:
+def _make_scaler_file(
+    ckpt: Checkpoint, placed: set[Path], copies: set[Path], otherwise: str
+) -> tuple[list[SmallFile], list[str]]:
     """Return ([scaler.pt], []) if the source's gradient scaler is torch's GradScaler; otherwise no file, and a note if
-    it is another one. `placed` gets the canonical paths in the file.
+    it is another one.
+
+    Lightning keeps a GradScaler under the name of its precision plugin, where it stays, so that scaler.pt is a copy.
 
     GradScaler.load_state_dict (torch/amp/grad_scaler.py) asks for all of its keys. DeepSpeed's scaler has cur_scale,
     Megatron-Core's growth_tracker.
 
     Args:
         ckpt: what is written.
-        placed: canonical paths that files hold.
+        placed: gets the canonical paths in the file.
+        copies: gets the canonical paths that a reader gives to a copy in the file.
         otherwise: what the trainer does without the file, as a main clause.
     """
     found = select_leaves_below(ckpt, "scaler")
     if not found:
+        for plugin in LIGHTNING_SCALERS:
+            state = strip_paths(_select_leaves(ckpt, *plugin), 2)
+            plain = not any(isinstance(leaf, TensorEntry) for leaf in state.values())
+            if plain and {(key,) for key in _GRAD_SCALER} <= state.keys():
+                copies |= {("scaler", *p) for p in state}
+                return [SmallFile("scaler.pt", state)], []
         return [], []
     if not {("scaler", key) for key in _GRAD_SCALER} <= found.keys():
         keys = ", ".join(dict.fromkeys(str(p[1]) for p in found))
@@ -384,7 +395,7 @@ def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) ->
     for i, (paths, state) in enumerate(_list_schedulers(ckpt)):
         placed |= paths
         small.append(SmallFile(f"scheduler{f'_{i}' if i else ''}.bin", state))
-    scaler, of_scaler = _make_scaler_file(ckpt, placed, "Accelerate with fp16 stops without scaler.pt")
+    scaler, of_scaler = _make_scaler_file(ckpt, placed, copies, "Accelerate with fp16 stops without scaler.pt")
     small += scaler
     for key in {
         p[1]
@@ -427,7 +438,7 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         notes.append(
             f"{explain_missing_scheduler(ckpt)}: Trainer resumes an optimizer only where scheduler.pt is there too"
         )
-    scaler, of_scaler = _make_scaler_file(ckpt, placed, "a job with fp16 begins with a scaler of its own")
+    scaler, of_scaler = _make_scaler_file(ckpt, placed, copies, "a job with fp16 begins with a scaler of its own")
     small += scaler
     notes += of_scaler
     if scaler:
@@ -686,8 +697,21 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
             placed.add(("scheduler",))
         elif "scheduler" not in ckpt.values:
             made["scheduler",] = []
+    # FSDPStrategy alone has fp16 with a scaler here, whose plugin loads one under its name (plugins/precision/fsdp.py)
+    scaler = select_leaves_below(ckpt, "scaler")
+    copies: set[Path] = set()
+    if (
+        {("scaler", key) for key in _GRAD_SCALER} <= scaler.keys()
+        and not any(isinstance(leaf, TensorEntry) for leaf in scaler.values())
+        and not _select_leaves(ckpt, *FSDP_SCALER)
+    ):
+        meta |= {(*FSDP_SCALER[1:], *p[1:]): leaf for p, leaf in scaler.items()}
+        copies = {(*FSDP_SCALER, *p[1:]) for p in scaler}
+        notes.append(
+            "meta.pt has the gradient scaler as FSDPPrecision, too, which a job with FSDPStrategy in fp16 loads"
+        )
     if "extra.pytorch-lightning_version" in ckpt.values:
-        own = _find_other_lightning_entries(ckpt, meta, placed)
+        own = _find_other_lightning_entries(ckpt, meta, placed.union(scaler if copies else ()))
         placed |= set(own.values())
         leaves = ckpt.leaves()
         meta |= {at: leaves[p] for at, p in own.items()}
@@ -699,7 +723,7 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
         """Return the leaves under Lightning's keys for model and optimizer."""
         return {(keys[str(p[0])], *p[1:]): leaf for p, leaf in leaves.items()}
 
-    rest, kept = collect_left_over_state(ckpt, placed)
+    rest, kept = collect_left_over_state(ckpt, placed, copies)
     small = [*rest, SmallFile("meta.pt", meta)]
     parts = [
         ("", draft_small_files(ckpt, small, options)),

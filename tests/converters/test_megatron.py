@@ -473,6 +473,33 @@ def test_a_state_of_another_trainer_gets_what_megatron_needs(tmp_path: Path) -> 
         assert opened.checkpoint.value("trainer.step") == 3
 
 
+@pytest.mark.parametrize("lacking", [False, True])
+def test_a_group_of_a_fused_adam_that_counts_in_the_state_has_the_step_of_its_parameters(
+    lacking: bool, tmp_path: Path
+) -> None:
+    """That of DeepSpeed puts `step: 0` into a group and never counts there (ops/adam/fused_adam.py)."""
+    group = {"lr": 0.5, "weight_decay": 0.0, "betas": (0.9, 0.99), "eps": 1e-8, "bias_correction": True, "step": 0}
+    state = torch.load(other_trainer(tmp_path / "a.pt", [group | {"params": [FC2, NORM]}]))
+    del state["rng"]
+    for slots in state["optim"]["state"].values():
+        slots["step"] = 3
+    if lacking:
+        del state["optim"]["state"][NORM]["step"]
+    torch.save(state, tmp_path / "b.pt")
+    if lacking:
+        with pytest.raises(Unsupported, match='the option "step" 0, and its parameters are at step 3'):
+            ckpttool.convert(tmp_path / "b.pt", tmp_path / "out", to="megatron", world_size=2)
+        return
+    done = ckpttool.convert(tmp_path / "b.pt", tmp_path / "out", to="megatron", world_size=2)
+    assert done.verified and "optim.param_groups.0.step" in done.changed and not done.dropped
+    groups = common_of(tmp_path / "out")["optimizer"]["optimizer"]["param_groups"]
+    assert [(type(g["step"]), g["step"]) for g in groups] == [(int, 3)] * 2
+    with ckpttool.open(tmp_path / "out") as opened:
+        assert opened.checkpoint.value(f"optim.state.{FC2}.step") == 3
+    against = ckpttool.verify(tmp_path / "out", against=tmp_path / "b.pt", read_data=True).against
+    assert against is not None and against["verdict"] == "equal"
+
+
 @pytest.mark.parametrize(
     ("groups", "steps", "why"),
     [
@@ -537,14 +564,30 @@ def test_without_a_schedule_megatron_trains_on_at_the_rates_of_the_param_groups(
         assert [g["weight_decay"] for g in Loaded.param_groups] == wanted
 
 
-@pytest.mark.parametrize("slots", [("momentum_buffer",), ("exp_avg",), ("exp_avg", "exp_inf")])
+@pytest.mark.parametrize(
+    "slots",
+    [
+        ("momentum_buffer",),
+        ("exp_avg",),
+        ("exp_avg", "exp_inf"),
+        ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+        ("exp_avg", "exp_avg_diff", "exp_avg_sq"),
+    ],
+)
 def test_state_that_megatron_loads_for_no_optimizer_is_refused(slots: tuple[str, ...], tmp_path: Path) -> None:
-    """SGD, Lion and Adamax: DistributedOptimizer takes Adam alone, and SGD has no init_state_fn."""
+    """SGD, Lion, Adamax, amsgrad and Adan: DistributedOptimizer takes Adam's two moments alone, and SGD has no init_state_fn."""
     group = {"lr": 0.5, "weight_decay": 0.1, "params": [FC2, NORM]}
     source = other_trainer(tmp_path / "a.pt", [group], slots=slots)
     with pytest.raises(Unsupported, match=f"keeps {', '.join(slots)}.*and Megatron-Core loads exp_avg and exp_avg_sq"):
         ckpttool.convert(source, tmp_path / "out", to="megatron", world_size=2, drop=True)
     assert ckpttool.convert(source, tmp_path / "out", to="megatron", world_size=2, only=["model"]).verified
+
+
+@pytest.mark.parametrize("option", ["max_coeff", "grad_averaging"])
+def test_lamb_which_keeps_what_adam_keeps_is_refused_by_its_options(option: str, tmp_path: Path) -> None:
+    source = other_trainer(tmp_path / "a.pt", [{"lr": 0.5, "weight_decay": 0.1, option: 10.0, "params": [FC2, NORM]}])
+    with pytest.raises(Unsupported, match=f'option "{option}", which Lamb has'):
+        ckpttool.convert(source, tmp_path / "out", to="megatron", world_size=2, drop=True)
 
 
 # ------------------------------------------------------------------------------------------------- folders of folders

@@ -1177,6 +1177,41 @@ def test_scaler_pt_is_written_of_a_grad_scaler_alone(to: str, tmp_path: Path) ->
         transformers.Trainer._load_scaler(SimpleNamespace(accelerator=accelerator), str(tmp_path / "0"))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("version", [False, True])
+def test_lightning_finds_a_grad_scaler_under_the_name_of_its_plugin(version: bool, tmp_path: Path) -> None:
+    """FSDPStrategy has FSDPPrecision, which hands the entry of its name to its scaler (lightning 2.6)."""
+    tree = torch.load(with_rng({}, tmp_path / "in.pt"))
+    own = {"extra": {"pytorch-lightning_version": "2.6.0"}} if version else {}
+    for i, saved in enumerate([SCALER, *SCALERS]):
+        torch.save({**tree, **own, "scaler": dict(saved)}, tmp_path / f"{i}.pt")
+        done = ckpttool.convert(tmp_path / f"{i}.pt", tmp_path / str(i), to="lightning", world_size=2)
+        meta = torch.load(tmp_path / str(i) / "meta.pt", weights_only=False)
+        assert not done.dropped and meta.get("FSDPPrecision") == (None if i else saved)
+        ckpttool.convert(tmp_path / str(i), tmp_path / f"{i}-again", to="lightning", world_size=1)
+        meta = torch.load(tmp_path / f"{i}-again" / "meta.pt", weights_only=False)
+        assert meta.get("FSDPPrecision") == (None if i else saved)
+        assert ckpttool.diff(tmp_path / str(i), tmp_path / f"{i}-again").equal
+        with ckpttool.open(tmp_path / str(i)) as opened:
+            values = opened.checkpoint.values
+            assert {n: v.data for n, v in values.items() if n.startswith(("scaler.", "extra.FSDP"))} == {
+                f"scaler.{k}": x for k, x in saved.items()
+            }
+
+
+@pytest.mark.parametrize("plugin", ["MixedPrecision", "FSDPPrecision"])
+@pytest.mark.parametrize("to", ["accelerate", "trainer"])
+def test_a_scaler_of_lightning_is_in_scaler_pt(to: str, plugin: str, tmp_path: Path) -> None:
+    tree = torch.load(with_rng({}, tmp_path / "in.pt"))
+    torch.save({**tree, "extra": {plugin: dict(SCALER)}}, tmp_path / "in.pt")
+    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, world_size=2)
+    assert not done.dropped and torch.load(tmp_path / "out" / "scaler.pt") == SCALER
+    against = ckpttool.verify(tmp_path / "out", against=tmp_path / "in.pt", read_data=True).against
+    assert against is not None and against["verdict"] == "equal"
+    with ckpttool.open(tmp_path / "out") as opened:
+        names = {n for n in opened.checkpoint.values if n.startswith(("scaler", "extra"))}
+        assert names == {f"extra.{plugin}.{k}" for k in SCALER}
+
+
 def adamw_job() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
