@@ -474,7 +474,7 @@ _ROWS_OF_LIGHTNING = {
     "for": (
         (
             "a sharded `.ckpt` folder with `meta.pt`",
-            "`trainer.fit(ckpt_path=DIR)` with FSDPStrategy or ModelParallelStrategy",
+            "`trainer.fit(ckpt_path=DIR)` with ModelParallelStrategy, or with FSDPStrategy if the source is of it",
         ),
     ),
     "resumed": (

@@ -463,9 +463,10 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         flags = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
         counters["stateful_callbacks",] = {"TrainerControl": {"args": dict.fromkeys(flags, False), "attributes": {}}}
     if ("train_batch_size",) not in counters:
-        counters["train_batch_size",] = 1  # Trainer compares it with the script's, and goes on with the script's
+        counters["train_batch_size",] = 1  # transformers 4 and 5.0 take it in place of the script's (trainer.py)
         notes.append(
-            "the source does not tell the batch size of a device: Trainer warns that it is not that of the script"
+            "the source does not tell the batch size of a device, and 1 was written: transformers 4 and 5.0 train on "
+            "with that, later ones with the script's. For those set train_batch_size in trainer_state.json"
         )
     _, made = _compare_counters(ckpt, {("trainer", *p): x for p, x in counters.items() if p not in held})
     out = _draft_directory(
@@ -647,7 +648,9 @@ _LIGHTNING_VERSION = "2.6.0"
 
 
 def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
-    """Draft what `trainer.fit(ckpt_path=...)` of a job with FSDPStrategy or ModelParallelStrategy reads.
+    """Draft what `trainer.fit(ckpt_path=...)` of a job with ModelParallelStrategy reads; of one with FSDPStrategy where
+    the source is the folder of such a job, since that asks for "model" in the place of "state_dict"
+    (lightning/pytorch/strategies/fsdp.py and model_parallel.py).
 
     Raises:
         UsageError: no world size was given and the source has none. Unsupported: there are several optimizers.
@@ -717,7 +720,12 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
         meta |= {at: leaves[p] for at, p in own.items()}
     ckpt, groups, of_groups = add_missing_options(ckpt)
     state = replace(ckpt.only(["model", "optim"]), origin={}, ranks={}, notes=[])
-    keys = {"model": "state_dict", "optim": "optimizer_0"}
+    of_fsdp = ckpt.layout == "lightning" and original_path(("model",), ckpt.origin) == ("model",)
+    keys = {"model": "model" if of_fsdp else "state_dict", "optim": "optimizer_0"}
+    if not of_fsdp:
+        notes.append(
+            "for a job with ModelParallelStrategy; FSDPStrategy asks for the weights under model, not state_dict"
+        )
 
     def tree(leaves: dict[Path, object]) -> Leaves:
         """Return the leaves under Lightning's keys for model and optimizer."""

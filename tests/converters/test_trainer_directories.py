@@ -1431,3 +1431,17 @@ def test_a_job_with_adamw_goes_on_at_the_step_that_fused_adam_had_in_a_group(to:
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     assert {int(slots["step"]) for slots in optimizer.state.values()} == {8}
+
+
+def test_a_lightning_folder_stays_one_of_its_strategy(tmp_path: Path) -> None:
+    """FSDPStrategy asks dcp for model.*, ModelParallelStrategy for state_dict.*."""
+    source = FIXTURES / "fsdp2_w3" / "ckpt"
+    keys = {"optim": "optimizer_0"}
+    ckpttool.convert(source, tmp_path / "fsdp", to="dcp", world_size=2, keys=keys, only=["model", "optim"])
+    done = ckpttool.convert(source, tmp_path / "mp.ckpt", to="lightning", world_size=2)
+    assert any("FSDPStrategy asks for the weights under model" in note for note in done.notes)
+    shutil.copy(tmp_path / "mp.ckpt" / "meta.pt", tmp_path / "fsdp")
+    for name, key in (("fsdp", "model"), ("mp.ckpt", "state_dict")):
+        again = ckpttool.convert(tmp_path / name, tmp_path / f"again {name}", to="lightning", world_size=3)
+        names = dcp.FileSystemReader(tmp_path / f"again {name}").read_metadata().state_dict_metadata
+        assert again.verified and {n.partition(".")[0] for n in names} == {key, "optimizer_0"}
