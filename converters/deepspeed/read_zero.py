@@ -13,6 +13,7 @@ from ckpttool.formats.stored_tensors import StoredTensor
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Path, Replica, Salvage, TensorEntry, Value, joined
 from ckpttool.index.records import Records
 from ckpttool.layouts import Place, ReadOptions
+from ckpttool.printable import count_noun
 
 from . import files as ds
 from .experts import EXPERT_NAME, ExpertRanks, Experts, read_expert_files, read_stage0_experts
@@ -676,7 +677,30 @@ def _read_stage0(reading: SaveReader, model: File) -> Checkpoint:
     out = reading.build_checkpoint("zero0", model.get("dp_world_size", int), like)
     if masters is not None:
         _replace_weights_by_masters(out, reading, model, masters)
+    _share_steps_of_fused_adam(out)
     return out
+
+
+def _share_steps_of_fused_adam(out: Checkpoint) -> None:
+    """Give all parameters of a group of FusedAdam the step that their job computed with, in the index `out`.
+
+    FusedAdam counts in the state of the last parameter of a group that had a gradient, and hands that to the kernel for
+    all of them; the others keep the step they began with (deepspeed/ops/adam/fused_adam.py, step).
+    """
+    shared: dict[str, int] = {}
+    for v in list(out.values.values()):
+        if v.option != "params" or out.value(joined((*v.path[:3], "bias_correction"))) is None:
+            continue
+        names = [joined(("optim", "state", fqn, "step")) for fqn in v.data]
+        steps = [(n, data) for n in names if type(data := out.value(n)) is int]
+        if len(steps) > 1 and steps[-1][1] > max(data for _, data in steps[:-1]):
+            shared |= {n: steps[-1][1] for n, _ in steps[:-1]}
+    out.values |= {n: out.values[n]._replace(data=step) for n, step in shared.items()}
+    if shared:
+        out.notes.append(
+            f"{count_noun(len(shared), 'parameter')} of FusedAdam have the step of the last one of their group, with "
+            "which the job computed: it counts there alone"
+        )
 
 
 def _replace_weights_by_masters(out: Checkpoint, reading: SaveReader, model: File, masters: Any) -> None:

@@ -1131,3 +1131,21 @@ def test_the_step_of_a_group_is_nothing_new_where_the_own_one_was_dropped(tmp_pa
     done = ckpttool.convert(tmp_path / "in", tmp_path / "out", to="zero3", world_size=3, drop=True)
     assert done.dropped and {n.rpartition(".")[2] for n, *_ in done.dropped} == {"step"}
     assert ckpttool.verify(tmp_path / "out", read_data=True).recorded == "equal"
+
+
+def test_parameters_of_fused_adam_have_the_step_of_the_last_one_at_stage_0(tmp_path: Path) -> None:
+    """It counts in the state of the last parameter of each group alone, and hands that step to the kernel for all."""
+    shutil.copytree(FIXTURES / "zero0_w2" / "ckpt", tmp_path / "in")
+    (path,) = tmp_path.glob("in/*/mp_rank_00_model_states.pt")
+    saved = torch.load(path, weights_only=False)
+    inner = saved["optimizer"].get("optimizer_state_dict", saved["optimizer"])
+    for group in inner["param_groups"]:
+        group["bias_correction"] = True
+        for k in group["params"]:
+            inner["state"][k]["step"] = 3 if k == group["params"][-1] else 0
+    torch.save(saved, path)
+    with ckpttool.open(tmp_path / "in") as opened:
+        steps = {v.data for v in opened.checkpoint.values.values() if v.path[0] == "optim" and v.path[-1] == "step"}
+        assert steps == {3} and any("the step of the last one of their group" in n for n in opened.checkpoint.notes)
+    done = ckpttool.convert(tmp_path / "in", tmp_path / "out", to="zero1", world_size=2)
+    assert done.verified and not done.dropped
