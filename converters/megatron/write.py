@@ -238,6 +238,17 @@ def _refuse_other_optimizers(ckpt: Checkpoint) -> None:
             f"its moments for those of Adam. {what_to_do}",
             code="CKPT0316",
         )
+    options: dict[int, set[str]] = {}
+    for v in ckpt.values.values():
+        if v.option is not None:
+            options.setdefault(v.group, set()).add(v.option)
+    # torch's RAdam keeps what Adam keeps, and has no amsgrad beside the options that all of torch's optimizers have
+    if any("foreach" in found and "amsgrad" not in found for found in options.values() if "betas" in found):
+        raise Unsupported(
+            "The param groups are those of torch's RAdam, which have no amsgrad, and Megatron-Core would take its "
+            f"moments for those of Adam. {what_to_do}",
+            code="CKPT0316",
+        )
 
 
 def _is_small_scale(t: TensorEntry) -> bool:

@@ -590,6 +590,16 @@ def test_lamb_which_keeps_what_adam_keeps_is_refused_by_its_options(option: str,
         ckpttool.convert(source, tmp_path / "out", to="megatron", world_size=2, drop=True)
 
 
+def test_radam_which_keeps_what_adam_keeps_is_refused_by_the_option_that_it_lacks(tmp_path: Path) -> None:
+    options = torch.optim.RAdam([torch.zeros(1)]).state_dict()["param_groups"][0]
+    source = other_trainer(tmp_path / "a.pt", [{**options, "params": [FC2, NORM]}])
+    with pytest.raises(Unsupported, match="torch's RAdam"):
+        ckpttool.convert(source, tmp_path / "out", to="megatron", world_size=2, drop=True)
+    adam = torch.optim.AdamW([torch.zeros(1)]).state_dict()["param_groups"][0]
+    source = other_trainer(tmp_path / "b.pt", [{**adam, "params": [FC2, NORM]}])
+    assert ckpttool.convert(source, tmp_path / "out", to="megatron", world_size=2, drop=True).verified
+
+
 # ------------------------------------------------------------------------------------------------- folders of folders
 
 
