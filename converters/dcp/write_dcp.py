@@ -184,7 +184,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
             f"the steps of the optimizer ({list_first(dict.fromkeys(steps.values()))}) are in its param groups alone, "
             "and a job with torch's AdamW keeps them by parameter: after `dcp.load(..., planner=DefaultLoadPlanner("
             "allow_partial_load=True))` give each `optimizer.state[p]` that step, as a tensor; the folders of "
-            "trainers, as `--for accelerate`, have them by parameter"
+            f"trainers, as {argument('to', 'accelerate')}, have them by parameter"
         )
     out = Checkpoint("dcp", options.target, world, [*files, ".metadata"], [*at, 0], tensors, ckpt.values)
     draft_files = [

@@ -124,7 +124,7 @@ def runs() -> Iterator[Run]:
 #: Those that every CI run has, of as few jobs as possible.
 OF_CI = {
     "zoo: W=1", "zoo tied: W=3", "zoo: W=1, as zero3", "zoo: W=3, activation_checkpointing True, dtype bf16",
-    f"{LOW}: W=1, micro_batch 2", "zoo: W=3, noisy",
+    f"{LOW}: W=1, micro_batch 2", "llama groups: W=1, as universal", "zoo: W=3, noisy",
 }  # fmt: skip
 CHOSEN = {r.name: r for r in sample("benign runs", runs(), [r for r in runs() if r.name in OF_CI])}
 
