@@ -576,22 +576,22 @@ def _restore_random_states(settings: RunSettings, opened: OpenCheckpoint, out: T
     for n, t in opened.locate().tensors.items():
         if t.component == "rng" and t.dtype == "uint8":
             states.setdefault(str(t.path[1]), {})[tuple(map(str, t.path[2:]))] = n
-    on_gpu = settings.device == "cuda"
+    # of its GPU a rank has one state, or a list of all GPUs that it sees (torch.cuda.get_rng_state_all)
+    setters: list[tuple[set[tuple[str, ...]], Callable[[torch.Tensor], None]]]
+    setters = [({("torch",), ("cpu",)}, torch.set_rng_state)]
+    if settings.device == "cuda":
+        setters.append(({("cuda",), ("cuda", str(torch.cuda.current_device()))}, torch.cuda.set_rng_state))
+    own = states.get(str(dist.get_rank()), {})
     kept = states.keys() == {str(r) for r in range(dist.get_world_size())}
-    complete = kept and (not on_gpu or all(any(key[0] == "cuda" for key in keys) for keys in states.values()))
+    complete = all(gather_objects(kept and all(keys & own.keys() for keys, _ in setters)))
     out.environment["rng_restored"] = complete
     if not complete:
-        lacking = "of GPUs" if kept else "for this world size"
+        lacking = "of GPUs" if kept and setters[0][0] & own.keys() else "for this world size"
         out.notes.append(f"dropout is active, and the checkpoint has no generators {lacking}")
         return
-    # of its GPU a rank has one state, or a list of all GPUs that it sees (torch.cuda.get_rng_state_all)
-    setters: dict[tuple[str, ...], Callable[[torch.Tensor], None]]
-    setters = {("torch",): torch.set_rng_state, ("cpu",): torch.set_rng_state}
-    if on_gpu:
-        setters["cuda",] = setters["cuda", str(torch.cuda.current_device())] = torch.cuda.set_rng_state
-    for key, n in states[str(dist.get_rank())].items():
-        if key in setters:
-            setters[key](torch.frombuffer(bytearray(opened.read(n)), dtype=torch.uint8))
+    for keys, set_state in setters:
+        for key in keys & own.keys():
+            set_state(torch.frombuffer(bytearray(opened.read(own[key])), dtype=torch.uint8))
 
 
 # ---------------------------------------------------------------------------------------------------------- a launch
