@@ -408,7 +408,7 @@ def choose_collective_device(model: torch.nn.Module | None) -> torch.device:
     the CPU, or if there is no model (None)."""
     import torch
 
-    on = next((p.device for p in model.parameters()), torch.device("cpu")) if model is not None else torch.device("cpu")
+    on = next((p.device for p in (model.parameters() if model is not None else ())), torch.device("cpu"))
     if torch.distributed.is_initialized() and "nccl" in str(torch.distributed.get_backend()) and on.type == "cpu":
         return torch.device("cuda", torch.cuda.current_device())
     return on

@@ -103,12 +103,14 @@ def name_missing_kernel() -> Iterator[None]:
         yield
     except RuntimeError as e:
         name, found, _ = str(e).partition(" does not have a deterministic implementation")
-        if str(e).startswith("Deterministic behavior was enabled"):
-            name, found = f"cuBLAS(CUBLAS_WORKSPACE_CONFIG={os.environ.get('CUBLAS_WORKSPACE_CONFIG', '')})", "yes"
-        if not found:
+        if found:
+            name = name.split()[-1]
+        elif str(e).startswith("Deterministic behavior was enabled"):
+            name = f"cuBLAS with CUBLAS_WORKSPACE_CONFIG={os.environ.get('CUBLAS_WORKSPACE_CONFIG', '')}"
+        else:
             raise
         raise Unsupported(
-            f"{NO_KERNEL} {name.split()[-1]}, which this job computes. Pass {argument('deterministic', False)}; bounds "
+            f"{NO_KERNEL} {name}, which this job computes. Pass {argument('deterministic', False)}; bounds "
             "are wider then.",
             code="CKPT0339",
         ) from e
