@@ -95,17 +95,41 @@ def list_missing_steps(ckpt: Checkpoint) -> dict[Path, object]:
 
     A group's count of 0 is none: DeepSpeed's FusedAdam leaves it there.
     """
+    counts: list[tuple[list[str], float]] = []  # of each group: its parameters, its step
+    for v in ckpt.values.values():
+        step = ckpt.value(joined((*v.path[:3], "step"))) if v.option == "params" else None
+        if isinstance(step, (int, float)) and type(step) is not bool and step > 0 and isinstance(v.data, list):
+            counts.append((v.data, step))
+    if not counts:
+        return {}
     leaves = ckpt.leaves()
     of_adam = {n for found in find_optimizers(ckpt) if found.name == "AdamW or Adam" for n in found.slots}
-    made: dict[Path, object] = {}
-    for path, listed in leaves.items():
-        if path[:2] != ("optim", "param_groups") or path[3:] != ("params",) or not isinstance(listed, list):
-            continue
-        step = leaves.get((*path[:3], "step"))
-        if isinstance(step, (int, float)) and type(step) is not bool and step > 0:
-            own = [("optim", "state", n, "step") for n in listed if n in of_adam]
-            made |= {p: step for p in own if p not in leaves}
-    return made
+    steps = {("optim", "state", n, "step"): step for listed, step in counts for n in listed if n in of_adam}
+    return {p: step for p, step in steps.items() if p not in leaves}
+
+
+def _describe_missing_entries(ckpt: Checkpoint) -> list[str]:
+    """Return notes on entries that dcp.load asks for in a job with torch's AdamW or a scheduler of torch, and that the
+    optimizer lacks, with what loads it all the same."""
+    lacking = dict.fromkeys(str(p[3]) for p in list_missing_options(ckpt))
+    asked, notes = [], []
+    if of_adamw := [key for key in lacking if key in _ADAMW_OPTIONS]:
+        asked.append(f"{', '.join(of_adamw)}, for which dcp.load asks in a job with torch's AdamW")
+    if "initial_lr" in lacking and any(p[0] == "scheduler" for p in ckpt.leaves()):
+        asked.append("initial_lr, for which dcp.load asks in a job with a scheduler of torch")
+    if asked:
+        notes.append(
+            f"the param groups lack {'; and '.join(asked)}: `ckpttool.load(model, optimizer, DIR)` keeps the job's own "
+            "there, and so does `dcp.load(..., planner=DefaultLoadPlanner(allow_partial_load=True))`"
+        )
+    if steps := list_missing_steps(ckpt):
+        notes.append(
+            f"the steps of the optimizer ({list_first(dict.fromkeys(steps.values()))}) are in its param groups alone, "
+            "and a job with torch's AdamW keeps them by parameter: after `dcp.load(..., planner=DefaultLoadPlanner("
+            "allow_partial_load=True))` give each `optimizer.state[p]` that step, as a tensor; the folders of "
+            f"trainers, as {argument('to', 'accelerate')}, have them by parameter"
+        )
+    return notes
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
@@ -168,24 +192,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         tensors[name] = replace(t, chunks=_place_chunks(t, sizes, at), coding="raw")
     if plan is not None:
         notes.append(plan.note)
-    lacking = dict.fromkeys(str(p[3]) for p in list_missing_options(ckpt)) if options.tree is None else {}
-    asked = []
-    if of_adamw := [key for key in lacking if key in _ADAMW_OPTIONS]:
-        asked.append(f"{', '.join(of_adamw)}, for which dcp.load asks in a job with torch's AdamW")
-    if "initial_lr" in lacking and any(p[0] == "scheduler" for p in ckpt.leaves()):
-        asked.append("initial_lr, for which dcp.load asks in a job with a scheduler of torch")
-    if asked:
-        notes.append(
-            f"the param groups lack {'; and '.join(asked)}: `ckpttool.load(model, optimizer, DIR)` keeps the job's own "
-            "there, and so does `dcp.load(..., planner=DefaultLoadPlanner(allow_partial_load=True))`"
-        )
-    if options.tree is None and (steps := list_missing_steps(ckpt)):
-        notes.append(
-            f"the steps of the optimizer ({list_first(dict.fromkeys(steps.values()))}) are in its param groups alone, "
-            "and a job with torch's AdamW keeps them by parameter: after `dcp.load(..., planner=DefaultLoadPlanner("
-            "allow_partial_load=True))` give each `optimizer.state[p]` that step, as a tensor; the folders of "
-            f"trainers, as {argument('to', 'accelerate')}, have them by parameter"
-        )
+    if options.tree is None:  # a trainer's tree is written with what its job asks for
+        notes += _describe_missing_entries(ckpt)
     out = Checkpoint("dcp", options.target, world, [*files, ".metadata"], [*at, 0], tensors, ckpt.values)
     draft_files = [
         DraftFile(f, n, bytes(head) if i == 0 else b"", frames_alone=not objects and not wholes)

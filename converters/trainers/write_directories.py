@@ -197,6 +197,12 @@ def _strip_component_and_key(leaves: Mapping[Path, object]) -> dict[Path, object
     return {p[2:]: leaf for p, leaf in leaves.items()}
 
 
+def _is_plain_grad_scaler(state: Mapping[Path, object]) -> bool:
+    """Return whether leaves are a state of torch's GradScaler, of numbers alone."""
+    plain = not any(isinstance(leaf, TensorEntry) for leaf in state.values())
+    return plain and {(key,) for key in _GRAD_SCALER} <= state.keys()
+
+
 def _make_scaler_file(
     ckpt: Checkpoint, placed: set[Path], copies: set[Path], otherwise: str
 ) -> tuple[list[SmallFile], list[str]]:
@@ -217,9 +223,7 @@ def _make_scaler_file(
     found = select_leaves_below(ckpt, "scaler")
     if not found:
         for plugin in LIGHTNING_SCALERS:
-            state = strip_paths(_select_leaves(ckpt, *plugin), 2)
-            plain = not any(isinstance(leaf, TensorEntry) for leaf in state.values())
-            if plain and {(key,) for key in _GRAD_SCALER} <= state.keys():
+            if _is_plain_grad_scaler(state := strip_paths(_select_leaves(ckpt, *plugin), 2)):
                 copies |= {("scaler", *p) for p in state}
                 return [SmallFile("scaler.pt", state)], []
         return [], []
@@ -701,20 +705,14 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
         elif "scheduler" not in ckpt.values:
             made["scheduler",] = []
     # FSDPStrategy alone has fp16 with a scaler here, whose plugin loads one under its name (plugins/precision/fsdp.py)
-    scaler = select_leaves_below(ckpt, "scaler")
+    scaler = strip_paths(select_leaves_below(ckpt, "scaler"), 1)
     copies: set[Path] = set()
-    if (
-        {("scaler", key) for key in _GRAD_SCALER} <= scaler.keys()
-        and not any(isinstance(leaf, TensorEntry) for leaf in scaler.values())
-        and not _select_leaves(ckpt, *FSDP_SCALER)
-    ):
-        meta |= {(*FSDP_SCALER[1:], *p[1:]): leaf for p, leaf in scaler.items()}
-        copies = {(*FSDP_SCALER, *p[1:]) for p in scaler}
-        notes.append(
-            "meta.pt has the gradient scaler as FSDPPrecision, too, which a job with FSDPStrategy in fp16 loads"
-        )
+    if _is_plain_grad_scaler(scaler) and not _select_leaves(ckpt, *FSDP_SCALER):
+        meta |= {(*FSDP_SCALER[1:], *p): leaf for p, leaf in scaler.items()}
+        copies = {(*FSDP_SCALER, *p) for p in scaler}
+        notes.append("meta.pt has the gradient scaler as FSDPPrecision, too, the name of the plugin of FSDPStrategy")
     if "extra.pytorch-lightning_version" in ckpt.values:
-        own = _find_other_lightning_entries(ckpt, meta, placed.union(scaler if copies else ()))
+        own = _find_other_lightning_entries(ckpt, meta, placed.union(("scaler", *p) for p in scaler if copies))
         placed |= set(own.values())
         leaves = ckpt.leaves()
         meta |= {at: leaves[p] for at, p in own.items()}
