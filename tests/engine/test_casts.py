@@ -89,7 +89,10 @@ def test_what_becomes_infinite_is_counted_in_any_piece_and_of_either_sign(to: st
 
 
 def test_counting_costs_next_to_nothing() -> None:
-    """The cast alone, in pieces of the same size, against the cast with its count; the best of many tries."""
+    """The cast alone, in pieces of the same size, against the cast with its count.
+
+    The best of many tries; a busy neighbour slows either of them, so a bad ratio is measured again.
+    """
     x = np.random.default_rng(0).standard_normal(1 << 20).astype(np.float32)
     out = np.empty(1 << 20, numpy_dtype("bfloat16"))
 
@@ -102,12 +105,14 @@ def test_counting_costs_next_to_nothing() -> None:
         cast(memoryview(x.view("u1")), "float32", memoryview(out.view("u1")), "bfloat16")
 
     best = {alone: 9.0, counted: 9.0}
-    for _ in range(40):
+    for tries in range(1, 401):
         for f in best:
             began = time.thread_time()
             f()
             best[f] = min(best[f], time.thread_time() - began)
-    assert best[counted] < 1.5 * best[alone]  # 1.1 where it was measured alone
+        if tries % 40 == 0 and best[counted] < 1.5 * best[alone]:  # 1.1 where it was measured alone
+            return
+    pytest.fail(f"counting takes {best[counted] / best[alone]:.2f} times the cast alone")
 
 
 # ---------------------------------------------------------------------------------------------------- in conversions
