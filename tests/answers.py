@@ -86,7 +86,9 @@ def _answer(function: str, argument: str, text: str, out: str) -> None:
 def main() -> None:
     """Fork for every line of stdin; the answer is the exit status of the fork."""
     import transformers.core_model_loading
-    import transformers.models.auto.modeling_auto  # noqa: F401
+    import transformers.models.auto.modeling_auto
+    import transformers.models.llama.modeling_llama  # and torch._dynamo, which every model imports
+    import transformers.models.mixtral.modeling_mixtral  # noqa: F401
 
     gc.collect()
     gc.freeze()  # so that no collection of a fork touches the pages that it shares

@@ -64,6 +64,7 @@ _DTYPE_OF_STORAGE = {v: k for k, v in STORAGE_NAMES.items()}
 
 #: Longest pickle read from a torch file. A genuine one holds names and shapes only.
 MAX_PICKLE_BYTES = 256 << 20
+MAX_FORMAT_VERSION = 10  # of torch 2.13, which writes 3
 
 
 def _malformed_error(what: str, problem: str) -> Corrupt:
@@ -190,19 +191,7 @@ def read(
     records = read_directory(read_at, base, length, what) if records is None else records
     if records is None:
         return _read_legacy(read_at, base, length, what, stand_ins or {}, later)
-    order = records.get("byteorder")
-    if order is not None:
-        value = read_at(order.offset, min(order.length, 16))
-        if value == b"big":
-            raise Unsupported(
-                f"{what}: it was written on a big-endian machine. Load and save it there with torch as little-endian.",
-                code="CKPT0306",
-            )
-        if value != b"little":
-            raise _malformed_error(what, f"its byte order is {value!r}")
-    aligned = records.get(".storage_alignment")  # which torch.load reads as a number
-    if aligned is not None and not read_at(aligned.offset, min(aligned.length, 16)).isdigit():
-        raise _malformed_error(what, "its .storage_alignment is no number")
+    _check_small_records(read_at, records, what)
     pkl = records["data.pkl"]
     if pkl.length > MAX_PICKLE_BYTES:
         raise Unsafe(f"{what}: data.pkl has {pkl.length} bytes.", code="CKPT0704")
@@ -241,6 +230,49 @@ def read(
     known = {**_make_tensor_stand_ins(what, unread, later), **(stand_ins or {})}
     tree = load(data, known, persistent, what=what, lists=lists)[0]
     return _refuse_unread_tensors(tree, unread, what, later)
+
+
+def _check_small_records(read_at: ReadAt, records: dict[str, ZipRecord], what: str) -> None:
+    """Check the records beside the pickle and the storages that torch.load reads: `byteorder`, `.storage_alignment`,
+    `version` (1 to 10, kMaxSupportedFileFormatVersion of inline_container.cc) and `.data/serialization_id` (UTF-8).
+
+    Args:
+        read_at: reads bytes (offset, length) of the file.
+        records: those of the file; all but `version` may be missing.
+        what: names the file in messages.
+
+    Raises:
+        Corrupt: torch.load refuses one of them.
+        Unsupported: the file is big-endian, or of a later format.
+    """
+    found = {
+        name: read_at(record.offset, min(record.length, 64))
+        for name in ("byteorder", ".storage_alignment", "version", ".data/serialization_id")
+        if (record := records.get(name)) is not None
+    }
+    order = found.get("byteorder", b"little")
+    if order == b"big":
+        raise Unsupported(
+            f"{what}: it was written on a big-endian machine. Load and save it there with torch as little-endian.",
+            code="CKPT0306",
+        )
+    if order != b"little":
+        raise _malformed_error(what, f"its byte order is {order!r}")
+    if not found.get(".storage_alignment", b"64").isdigit():
+        raise _malformed_error(what, "its .storage_alignment is no number")
+    version = re.match(rb"\s*\+?(\d+)", found.get("version", b""))
+    if version is None or not int(version[1]):
+        raise _malformed_error(what, f"its version is {found.get('version')!r}")
+    if int(version[1]) > MAX_FORMAT_VERSION:
+        raise Unsupported(
+            f"{what}: its format has version {version[1].decode()}, and torch up to 2.13 reads "
+            f"{MAX_FORMAT_VERSION} at most. Save it with an older torch.",
+            code="CKPT0306",
+        )
+    try:
+        found.get(".data/serialization_id", b"").decode()
+    except UnicodeDecodeError:
+        raise _malformed_error(what, "its .data/serialization_id is not UTF-8") from None
 
 
 def find_storages(

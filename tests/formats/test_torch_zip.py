@@ -333,16 +333,16 @@ def test_an_encrypted_flag_is_refused() -> None:
 
 def test_records_that_share_bytes_are_refused() -> None:
     out, entries = bytearray(), []
-    for name, body in (("a/data.pkl", b"N."), ("a/x", b"12345678")):
+    for name, body in (("a/version", b"3\n"), ("a/data.pkl", b"N."), ("a/x", b"12345678")):
         entries.append((name, len(out), len(body), zlib.crc32(body), False))
         out += zip_bytes.make_local_header(name, len(body), zlib.crc32(body), len(out)) + body
-    name, at, size, crc, _ = entries[1]
+    name, at, size, crc, _ = entries[2]
     assert read(bytes(out + zip_bytes.make_central_directory(entries, len(out)))) is None
     twice = bytes(out + zip_bytes.make_central_directory([*entries, ("a/y", at, size, crc, False)], len(out)))
     assert "overlaps another" in refusal(twice, Unsafe)
-    moved = bytes(out + zip_bytes.make_central_directory([entries[0], (name, at + 1, size, crc, False)], len(out)))
+    moved = bytes(out + zip_bytes.make_central_directory([*entries[:2], (name, at + 1, size, crc, False)], len(out)))
     assert "disagrees" in refusal(moved, Unsafe) or "overlaps" in refusal(moved, Unsafe)
-    longer = bytes(out + zip_bytes.make_central_directory([entries[0], (name, at, size + 9, crc, False)], len(out)))
+    longer = bytes(out + zip_bytes.make_central_directory([*entries[:2], (name, at, size + 9, crc, False)], len(out)))
     with pytest.raises((Corrupt, Unsafe)):
         read(longer)
 
