@@ -21,7 +21,7 @@ from typing import Any
 #: All that the scripts beside this one import and use but ckpttool, our fixtures, and DeepSpeed, which changes torch.
 COMMON = (
     "torch", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
-    "torch.distributed.device_mesh", "torch._dynamo", "safetensors.torch", "transformers.models.llama.modeling_llama",
+    "torch.distributed.device_mesh", "torch._dynamo", "torch._inductor.compile_fx", "safetensors.torch", "transformers.models.llama.modeling_llama",
     "transformers.models.mixtral.modeling_mixtral", "transformers.models.auto.modeling_auto",
 )  # fmt: skip
 
