@@ -142,6 +142,18 @@ def torchrun(world: int, script: str, *arguments: str) -> str:
         return log.read_text(encoding="utf-8", errors="replace")
 
 
+def run_map_jobs(*arguments: object) -> str:
+    """What fixtures/map_jobs.py prints in one process."""
+    with one_at_a_time(), tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        (status,) = NURSERIES.launch(
+            1, [str(REPOSITORY / "fixtures" / "map_jobs.py"), *map(str, arguments)], log, **ENVIRONMENT
+        )
+        said = log.read_text(encoding="utf-8", errors="replace")
+    assert status == 0, said[-4000:]
+    return said
+
+
 @contextmanager
 def forked() -> Iterator[None]:
     """resume_verify of this process has its ranks from here instead of starting them."""

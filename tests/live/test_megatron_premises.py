@@ -4,15 +4,12 @@ losses; what cannot be said there is refused, with the values of both sides."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peers import REPOSITORY
+from ranks import run_map_jobs
 from safetensors.torch import load_file
 
 import ckpttool
@@ -33,10 +30,7 @@ REFUSED = "mcore-llama+percent"
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what each job wrote: ckpt, config.json, expected.safetensors, expected.json."""
     out = tmp_path_factory.mktemp("jobs")
-    subprocess.run(
-        [sys.executable, "fixtures/map_jobs.py", ",".join((*CONVERTED, REFUSED)), out], cwd=REPOSITORY, check=True, capture_output=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-    )  # fmt: skip
+    run_map_jobs(",".join((*CONVERTED, REFUSED)), out)
     return out
 
 

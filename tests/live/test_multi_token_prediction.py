@@ -8,16 +8,13 @@ token to the output of the layer before, projects both to the model's size, and 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peers import REPOSITORY
+from ranks import run_map_jobs
 from safetensors.torch import load_file, save_file
 
 import ckpttool
@@ -30,16 +27,13 @@ pytestmark = [pytest.mark.live]
 CASES = {"mcore-deepseek-v3+mtp": "megatron-mla", "mcore-glm4-moe+mtp": "megatron-glm4-moe"}
 #: Layers of the model, further ones behind them, and the weight of their losses.
 LAYERS, FURTHER, SCALE = 2, 2, 0.3
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
 
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what each job wrote: ckpt, config.json, expected.safetensors, expected.json."""
     out = tmp_path_factory.mktemp("jobs")
-    subprocess.run(
-        [sys.executable, "fixtures/map_jobs.py", ",".join(CASES), out], cwd=REPOSITORY, check=True, capture_output=True, env=ENVIRONMENT
-    )  # fmt: skip
+    run_map_jobs(",".join(CASES), out)
     return out
 
 
@@ -146,14 +140,9 @@ def test_megatron_core_goes_on_from_the_way_back_as_from_its_own(jobs: Path, tmp
     ckpttool.convert(iteration(job), tmp_path / "full.pt", **how)
     ckpttool.convert(tmp_path / "full.pt", tmp_path / "iter_0000003", to="megatron", world_size=1, **how)
     runs = [
-        json.loads(
-            subprocess.run(
-                [sys.executable, "fixtures/map_jobs.py", case, job, "back", at], cwd=REPOSITORY, check=True, capture_output=True, text=True,
-                env=ENVIRONMENT,
-            ).stdout.splitlines()[-1]
-        )
+        json.loads(next(line for line in run_map_jobs(case, job, "back", at).splitlines() if line.startswith("{")))
         for at in (tmp_path / "iter_0000003", iteration(job))
-    ]  # fmt: skip
+    ]
     assert runs[0]["logits"] == 0.0 and runs[0] == runs[1]
 
 

@@ -4,16 +4,13 @@ model, with images where it sees them, goes on with its losses, and the way back
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from peers import REPOSITORY
+from ranks import run_map_jobs
 from safetensors.torch import load_file
 
 import ckpttool
@@ -60,10 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_program(program: str, folder: Path) -> None:
     """Run all jobs of a program ("titan"), each into a folder of its own."""
     cases = [c for c in MAPS if c.startswith(program)]
-    subprocess.run(
-        [sys.executable, "fixtures/map_jobs.py", ",".join(cases), folder if len(cases) > 1 else folder / cases[0]], cwd=REPOSITORY, check=True, capture_output=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-    )  # fmt: skip
+    run_map_jobs(",".join(cases), folder if len(cases) > 1 else folder / cases[0])
 
 
 @pytest.fixture(scope="module", params=MAPS)
