@@ -394,7 +394,7 @@ def parse_recipients(texts: Sequence[str]) -> list[object]:
         if text.startswith(("age1", "ssh-")):
             out.append(_parse_recipient(text, "the recipient"))
             continue
-        lines = _read_key_lines(text, "recipient")
+        lines = _parse_key_lines(_read_key_file(text, "recipient"), text)
         found = [_parse_recipient(line, f"{text}, line {i}, the recipient") for i, line in lines]
         if not found:
             raise UsageError(f"{text} holds no recipients.", code="CKPT0218")
@@ -469,18 +469,6 @@ def parse_identities(files: Sequence[str]) -> list[object]:
     if not out:
         raise UsageError("decryption needs an identity: a file with an age or ssh private key.", code="CKPT0218")
     return out
-
-
-def _read_key_lines(file: str, kind: str) -> list[tuple[int, str]]:
-    """Read a key file, and return (line number, text) of its lines that are neither empty nor comments.
-
-    Args:
-        kind: "recipient" or "identity", for messages.
-
-    Raises:
-        UsageError: the file cannot be read, or is encrypted or not text.
-    """
-    return _parse_key_lines(_read_key_file(file, kind), file)
 
 
 def _parse_key_lines(data: bytes, file: str) -> list[tuple[int, str]]:

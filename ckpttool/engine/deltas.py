@@ -10,7 +10,7 @@ from .. import layouts
 from ..errors import Unsupported
 from ..formats.delta_streams import check_payload
 from ..formats.deltas import Delta, find_delta, find_deltas_below
-from ..options import Progress, silent
+from ..options import silent
 from ..printable import Shown, count_noun, list_first
 from ..storage import urls
 from .copy.tensor_digests import tensor_digests
@@ -131,12 +131,11 @@ class DeltaSummary(Shown):
         yield f"next: ckpttool convert BASE OUT --apply {self.path}"
 
 
-def summarise_deltas(path: str, read_data: bool = False, progress: Progress = silent) -> DeltaSummary | None:
+def summarise_deltas(path: str, read_data: bool) -> DeltaSummary | None:
     """Describe the delta or the chain of deltas at a path or URL; None if there is none.
 
     Args:
         read_data: also decode all changes, to find damage.
-        progress: called with ("verify", bytes done, bytes in all).
 
     Raises:
         Corrupt, Unsafe, Unsupported: a delta cannot be read, or a change is damaged.
@@ -144,16 +143,13 @@ def summarise_deltas(path: str, read_data: bool = False, progress: Progress = si
     where, shown = layouts.place(path), urls.redact_url(path) if urls.is_url(path) else path
     with where.source:
         if (own := open_own_delta(where)) is not None:
-            return _summarise_own_delta(own, shown, read_data, progress)
+            return _summarise_own_delta(own, shown, read_data)
         deltas = find_deltas(where, shown)
         if not deltas:
             return None
-        total, done = sum(p.stored_bytes for d in deltas for p in d.patches.values()), 0
         for delta in deltas if read_data else ():
             for patch in delta.patches.values():
-                progress("verify", done, total)
                 check_payload(delta, patch)
-                done += patch.stored_bytes
         kinds = {p.checksum[0] for d in deltas for p in d.patches.values() if p.checksum}
         kinds |= {"sha256 of all weights" for d in deltas if d.sha256}
         return DeltaSummary(
@@ -162,14 +158,14 @@ def summarise_deltas(path: str, read_data: bool = False, progress: Progress = si
             version=deltas[-1].version,
             base_version=deltas[0].base_version,
             tensors=len({n for d in deltas for n in d.patches}),
-            bytes=total,
+            bytes=sum(p.stored_bytes for d in deltas for p in d.patches.values()),
             checksums=", ".join(sorted(kinds)) or None,
             read=read_data,
             deltas=[_describe_delta(d) for d in deltas],
         )
 
 
-def _summarise_own_delta(own: OpenCheckpoint, shown: str, read_data: bool, progress: Progress) -> DeltaSummary:
+def _summarise_own_delta(own: OpenCheckpoint, shown: str, read_data: bool) -> DeltaSummary:
     """Describe a delta that ckpttool wrote.
 
     Args:
@@ -180,7 +176,7 @@ def _summarise_own_delta(own: OpenCheckpoint, shown: str, read_data: bool, progr
         Corrupt: a tensor does not have the recorded digest.
     """
     ckpt, facts = own.checkpoint, get_delta_facts(own)
-    found = tensor_digests(ckpt.tensors, own.source, ckpt.files, ckpt.records, progress, "verify") if read_data else {}
+    found = tensor_digests(ckpt.tensors, own.source, ckpt.files, ckpt.records, silent, "verify") if read_data else {}
     if wrong := sorted(n for n, digest in found.items() if digest != ckpt.recorded[n]):
         raise explain_other_digests(ckpt, wrong, len(found))
     same = {

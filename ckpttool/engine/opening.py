@@ -266,11 +266,9 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
             return part
         return self.layout.locate(part, self.source)
 
-    def describe_sampled_masters(self, most: int = 32) -> str | None:
+    def describe_sampled_masters(self) -> str | None:
         """Compare samples of fp32 masters with the weights that they should round to, and describe those that do not.
-
-        Args:
-            most: number of masters to sample; on a remote source 4.
+        At most 32 masters are sampled, on a remote source 4.
 
         Returns:
             A sentence; None if all samples round to their weights, there are no masters, or their bytes cannot be read
@@ -284,7 +282,7 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
         ckpt = self.checkpoint
         if self.whole is not None and masters.select_pairs_of_moments(self.whole, ckpt).tensors:
             ckpt = self.whole
-        some = masters.select_some_pairs(ckpt, 4 if self.source.is_remote else most)
+        some = masters.select_some_pairs(ckpt, 4 if self.source.is_remote else 32)
         try:
             found = masters.sample_masters(some := self._locate_part(some), self.source)
         except CkpttoolError:

@@ -15,6 +15,7 @@ import gc
 import re
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from importlib.util import find_spec
@@ -512,12 +513,11 @@ class RemoteSource(Source):
         try:
             data = with_retries(self._make_object_url(name), once)
         except (NotFound, BadRange):
-            raise SourceChanged(
-                f"{self._make_object_url(name)} changed while it was read. Wait until its writer has finished."
-            ) from None
+            raise self._changed_error(name) from None
         except RemoteError:
             if self.commit is None:  # a commit does not change
-                self._check_unchanged([name], sure=False)
+                with suppress(RemoteError):
+                    self._check_unchanged(name)
             raise
         if len(data) > n:  # of a store whose answers are not bounded while they arrive
             raise RemoteError(
@@ -527,10 +527,6 @@ class RemoteSource(Source):
                 code="CKPT0906",
             )
         return data
-
-    def identities(self) -> dict[str, Identity]:
-        """Return {name: (hash of the URL, hash of the version, bytes, 0, 0)} of every object used so far."""
-        return dict(self._identity)
 
     def has_versions(self) -> bool:
         """Return whether the store gave a version of every object used so far, so that `assert_unchanged` can notice a
@@ -562,31 +558,22 @@ class RemoteSource(Source):
         from concurrent.futures import ThreadPoolExecutor
 
         with ThreadPoolExecutor(self.sizes.threads, "ckpttool-fetch") as pool:
-            for _ in pool.map(lambda name: self._check_unchanged([name]), single):
+            for _ in pool.map(self._check_unchanged, single):
                 pass
 
-    def _check_unchanged(self, names: Iterable[str], sure: bool = True) -> None:
-        """Request the identities of objects, and check that they are those of the first use.
-
-        Args:
-            names: of the objects.
-            sure: raise the error of a failed request; otherwise skip that object.
+    def _check_unchanged(self, name: str) -> None:
+        """Request the identity of an object, and check that it is that of the first use.
 
         Raises:
-            SourceChanged: one was replaced or removed.
-            RemoteError: the store fails, if `sure`.
+            SourceChanged: it was replaced or removed.
+            RemoteError: the store fails.
         """
-        for name in names:
-            try:
-                now = self._fetch_identity(name)
-            except NotFound:
-                now = None
-            except RemoteError:
-                if sure:
-                    raise
-                continue
-            if now != self._identity.get(name, now):
-                raise self._changed_error(name)
+        try:
+            now = self._fetch_identity(name)
+        except NotFound:
+            now = None
+        if now != self._identity.get(name, now):
+            raise self._changed_error(name)
 
     def _changed_error(self, name: str) -> SourceChanged:
         """Return the error for an object that was replaced; it is not raised."""

@@ -362,22 +362,19 @@ def list_lost_state(ckpt: Checkpoint, holds: Collection[str], only: Collection[s
     return [] if all(r.name.endswith("trainer_state.json") for r in found) else found
 
 
-def describe_files(rows: Iterable[Unread], most: int = 8) -> str:
+def describe_files(rows: Iterable[Unread]) -> str:
     """Return a text that lists files with their sizes and contents. Files whose names differ only in numbers form one
-    item.
-
-    Args:
-        most: how many items are named; the rest is counted.
+    item; eight items are named, and the rest is counted.
     """
     groups: dict[tuple[str, str], list[Unread]] = {}
     for r in rows:
         groups.setdefault((re.sub(r"\d+", "#", r.name), r.what), []).append(r)
     parts = []
-    for same in list(groups.values())[:most]:
+    for same in list(groups.values())[:8]:
         size = "" if all(r.bytes is None for r in same) else f"{human(_sum_bytes(same))}, "
         more = f" and {len(same) - 1} more" if len(same) > 1 else ""
         parts.append(f"{same[0].name}{more} ({size}{same[0].what})")
-    if rest := [r for same in list(groups.values())[most:] for r in same]:
+    if rest := [r for same in list(groups.values())[8:] for r in same]:
         parts.append(f"and {len(rest)} more ({human(_sum_bytes(rest))})")
     return ", ".join(parts)
 

@@ -323,12 +323,11 @@ def find_fitting_layout(
     shards: int = 1,
     dtype: str | None = None,
     tied: Mapping[str, str] | None = None,
-    doubtful: Iterable[str] = (),
 ) -> Flat | None:
     """Find the layout of a module's flat parameter that agrees with what is known about it; None where none does.
 
     Tried in this order: parameters that are known to be tied stored once; nothing tied; then as few parameters as
-    possible left out as tied, among the later ones of equal shape (outside of lists of layers) and the `doubtful` ones.
+    possible left out as tied, among the later ones of equal shape (outside of lists of layers).
 
     Args:
         module: path of the wrapped module, "" for the root.
@@ -338,7 +337,6 @@ def find_fitting_layout(
         shards: number of ranks that hold a slice of it.
         dtype: torch's name of its dtype; None if unknown.
         tied: {name: the name it is known to be tied to}.
-        doubtful: names that may be tied.
 
     Raises:
         Unsupported: two different layouts agree.
@@ -354,7 +352,7 @@ def find_fitting_layout(
             and first.setdefault(shape, name) != name
         ):
             lookalikes[name] = first[shape]
-    maybe = [n for n in (*lookalikes, *doubtful) if n in shapes and n not in known][:16]
+    maybe = [n for n in lookalikes if n not in known][:16]
     # what is known to be tied, then nothing
     sets: list[tuple[str, ...]] = [tuple(known)] + ([()] if known else [])
     for left_out in sets:

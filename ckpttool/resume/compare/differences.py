@@ -325,7 +325,7 @@ def find_option_differences(
     for name, expected in theirs.items():
         for key in dict.fromkeys((*expected, *ours.get(name, ()))) if name in ours else ():
             a, b = expected.get(key, MISSING), ours[name].get(key, MISSING)
-            aside = (a is MISSING or b is MISSING) and key in _TORCHS and not _has_same_version(reference, got, "torch")
+            aside = (a is MISSING or b is MISSING) and key in _TORCHS and not _has_same_torch(reference, got)
             aside = aside or (a is MISSING and by_torch)
             aside = aside or a in ("dict", "tensor")  # as earlier recorders wrote them
             if not aside and not are_equal_values(a, b):
@@ -341,7 +341,7 @@ def list_ignored_options(reference: Trace, got: Trace) -> list[str]:
 
     [] if both sides ran the same version of torch; versions differ in the options that they have.
     """
-    if _has_same_version(reference, got, "torch"):
+    if _has_same_torch(reference, got):
         return []
     theirs, ours = collect_options_by_parameter(reference), collect_options_by_parameter(got)
     both = [(theirs[n], ours[n]) for n in theirs if n in ours]
@@ -392,9 +392,9 @@ def find_lost_options(reference: Trace, got: Trace) -> tuple[dict[str, list[str]
     return {k: names for k, names in out.items() if k not in aside}, aside
 
 
-def _has_same_version(reference: Trace, got: Trace, package: str) -> bool:
-    """Tell whether both sides ran the same version of a package, such as "torch"."""
-    return reference.environment.get(package) == got.environment.get(package)
+def _has_same_torch(reference: Trace, got: Trace) -> bool:
+    """Tell whether both sides ran the same version of torch."""
+    return reference.environment.get("torch") == got.environment.get("torch")
 
 
 def find_model_config_differences(
