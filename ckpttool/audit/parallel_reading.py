@@ -20,6 +20,7 @@ from ..engine.workers.part_worker import SingleEntryCache
 from ..engine.workers.parts import WorkPart, choose_least_part_bytes, run_parts
 from ..errors import CkpttoolError
 from ..layouts import place
+from ..storage.source import closed_on_error
 from .archive import Archive
 from .archive_hashing import ArchiveHasher
 
@@ -118,19 +119,15 @@ def _open_requested_archive(asked: str) -> Archive:
     """
     path, wanted = json.loads(asked)
     where = place(path)
-    try:
+    with closed_on_error([where.source]):
         archive = Archive(where.source, where.file or "")
-        if _identify_archive(archive) == wanted:
-            return archive
-    except BaseException:
-        where.source.close()
-        raise
-    archive.close()
-    raise CkpttoolError(
-        f"this worker finds another archive at {path} than the process that asked: all machines must see the same file "
-        "under this path.",
-        code="CKPT0102",
-    )
+        if _identify_archive(archive) != wanted:
+            raise CkpttoolError(
+                f"this worker finds another archive at {path} than the process that asked: all machines must see the "
+                "same file under this path.",
+                code="CKPT0102",
+            )
+    return archive
 
 
 _opened = SingleEntryCache(_open_requested_archive)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from ..errors import Corrupt, NoSpace, argument, kind_of_failure
 from ..storage.destination_protocol import write_error
-from ..storage.source import Identity, Source
+from ..storage.source import Identity, Source, closed_on_error
 from . import encryption
 from .archive import ENCRYPTED, SUFFIX
 
@@ -119,11 +119,8 @@ def decrypt_to_spool(
     """
     name = file.removesuffix(ENCRYPTED) + SUFFIX
     spool = Spool(folder, source.root, name)
-    try:
+    with closed_on_error([spool]):
         encryption.decrypt(
             source, file, encryption.parse_identities(identities), spool.append, lambda a, b: progress("decrypt", a, b)
         )
-    except BaseException:
-        spool.close()
-        raise
     return spool, name

@@ -8,6 +8,7 @@ from typing import Unpack
 
 from ..errors import name_flags
 from ..options import ApplyKeywords, OpenOptions, WriteRequest, list_keywords, split_keywords
+from ..storage.source import closed_on_error
 from .conversion import ConvertResult, run_conversion
 from .opening import CheckpointPath
 from .plan_files import describe_plan, parse_plan, read_plan, refuse_outdated_plan
@@ -42,11 +43,8 @@ def apply(path: str | os.PathLike[str], **keywords: Unpack[ApplyKeywords]) -> Co
         """Plan the conversion, and refuse one that is not the plan that was reviewed."""
         with name_flags():  # as it was when the plan was saved, since notes name options
             now = plan_conversion(src, dst, reading, writing)
-        try:
+        with closed_on_error([now.opened.source]):
             refuse_outdated_plan(reviewed, describe_plan(now, running))
-        except BaseException:
-            now.opened.source.close()
-            raise
         return now
 
     return run_conversion(src, dst, reading, writing, running, plan_again)

@@ -41,6 +41,7 @@ from ..index.names import step_count
 from ..options import AverageRequest, OpenOptions
 from ..printable import count_noun, list_first
 from ..storage.overlay import ComputedSource
+from ..storage.source import closed_on_error
 from .computed_files import BoxReader, ComputedFiles, cast_array, choose_page_size
 from .copy.fill import silent
 from .copy.tensor_digests import tensor_digests
@@ -134,16 +135,12 @@ def open_average(
     """
     paths = [src, *request.others, *([] if request.base is None else [request.base])]
     opened: list[OpenCheckpoint] = []
-    try:
+    with closed_on_error(part.source for part in opened):
         for path in paths:
             one = drop_unfit_source_layout(path, options)
             opened.append(open_checkpoint(path, one, model, False, needed=lambda component: component == "model"))
         places = [show_path(path).rstrip("/") for path in paths]
         return _build_average([_make_input(*pair, len(paths)) for pair in zip(opened, places, strict=True)], request)
-    except BaseException:
-        for part in opened:
-            part.source.close()
-        raise
 
 
 def _make_input(opened: OpenCheckpoint, where: str, count: int) -> _Input:

@@ -23,6 +23,7 @@ from ..index.digests import compute_component_roots
 from ..options import OpenOptions
 from ..printable import count_noun
 from ..storage.overlay import ComputedSource
+from ..storage.source import closed_on_error
 from .computed_files import BoxReader, ComputedFiles, choose_page_size
 from .copy.fill import silent
 from .copy.tensor_digests import tensor_digests
@@ -46,14 +47,10 @@ def open_difference(src: CheckpointPath, options: OpenOptions, model: layouts.Mo
     """
     assert options.difference_to is not None
     plain, opened = replace(options, difference_to=None), list[OpenCheckpoint]()
-    try:
+    with closed_on_error(one.source for one in opened):
         for path in (src, options.difference_to):
             opened.append(open_checkpoint(path, drop_unfit_source_layout(path, plain), model, False))
         return _build_difference(*opened)
-    except BaseException:
-        for one in opened:
-            one.source.close()
-        raise
 
 
 def _build_difference(new: OpenCheckpoint, old: OpenCheckpoint) -> MergedCheckpoint:

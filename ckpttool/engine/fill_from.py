@@ -15,6 +15,7 @@ from ..index.checkpoint import Checkpoint, Salvage
 from ..index.names import step_count
 from ..index.records import Records
 from ..storage.overlay import JoinedSource, name_in_joined
+from ..storage.source import closed_on_error
 from .opening import OpenCheckpoint, OpenOptions, open_checkpoint, show_path
 
 __all__ = ["fill_missing_entries"]
@@ -34,12 +35,9 @@ def fill_missing_entries(opened: OpenCheckpoint, path: str, only: tuple[str, ...
     """
     ckpt = opened.locate()
     other = open_checkpoint(path, OpenOptions(only=None))
-    try:
+    with closed_on_error([other.source]):
         theirs = other.locate()
         _refuse_unfit_filler(ckpt, theirs, path)
-    except BaseException:
-        other.source.close()
-        raise
     step = step_count(theirs.value)
     how = f"from {os.path.basename(show_path(path).rstrip('/'))}" + ("" if step is None else f", step {step:,}")
     n = len(ckpt.files)

@@ -33,6 +33,7 @@ from ..index.draft import Dropped
 from ..index.paths import keep_extra_state_trees
 from ..printable import count_noun
 from ..storage.overlay import ComputedSource
+from ..storage.source import closed_on_error
 from .computed_files import ComputedFiles
 from .copy.fill import silent
 from .copy.tensor_digests import tensor_digests
@@ -110,7 +111,7 @@ def open_merged(
             code="CKPT0205",
         )
     opened: list[OpenCheckpoint] = []
-    try:
+    with closed_on_error(part.source for part in opened):
         base = open_checkpoint(src, options, model or collect_model_hints(options), check_hints=False)
         opened.append(base)
         theirs = base
@@ -124,10 +125,6 @@ def open_merged(
         for part in opened:
             part.locate()
         return _merge_states(base, theirs, request, options.config)
-    except BaseException:
-        for part in opened:
-            part.source.close()
-        raise
 
 
 class _MergePlan(NamedTuple):

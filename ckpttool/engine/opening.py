@@ -20,12 +20,12 @@ from ..index.selection import NOT_RESUMED, EntrySelection, explain_no_match
 from ..options import MergeRequest, OpenKeywords, OpenOptions, list_keywords
 from ..printable import count_noun, list_first
 from ..progress import log_detail, log_step
-from ..storage.source import Source, raise_open_file_limit
+from ..storage.source import Source, closed_on_error, raise_open_file_limit
 from ..storage.urls import UNFINISHED
 from .copy.value_digests import are_equal_data, equal_values, split_lists, value_digests
 from .discover import detection, unread_files
 from .recorded import RECORD, Recorded, explain_missing, read_record
-from .selecting import make_selection, select_part
+from .selecting import make_selection, select_merged_part, select_part
 
 if TYPE_CHECKING:
     from . import salvage
@@ -696,19 +696,12 @@ def _open_chosen_weights(
         opened = open_whole(names[keys[0]])
         opened.checkpoint.notes.append(f"the weights are those of {names[keys[0]]}, one of the models in the folder")
         return opened
-    try:
+    with closed_on_error([opened.source]):
         chosen = choose_weights(opened, key, open_beside)
         made = MergedCheckpoint.of(
             ((chosen.whole, chosen.inputs),), chosen.checkpoint, chosen.source, chosen.kept, chosen.left_behind
         )
-        asked = make_selection(options)
-        part = select_part(replace(made, selection=replace(asked, only=asked.only or ("model",))), options.rename or {})
-        kept = ((part.renamed.get(n, n), there) for n, there in made.kept.items())
-        part.kept = {n: there for n, there in kept if n in part.checkpoint.tensors}
-        return part
-    except BaseException:
-        opened.source.close()
-        raise
+        return select_merged_part(made, options)
 
 
 def _note_unread_files(ckpt: Checkpoint, where: layouts.Place, layout: layouts.Layout) -> Checkpoint:

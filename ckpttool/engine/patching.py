@@ -37,7 +37,7 @@ from .deltas import find_deltas
 from .opening import CheckpointPath, MergedCheckpoint, OpenCheckpoint, open_checkpoint
 from .own_deltas import apply_own_deltas, open_own_delta
 from .recorded import MOST_RECORD_BYTES, RECORD
-from .selecting import make_selection, select_part
+from .selecting import select_merged_part
 from .weights import remove_optimizer_notes
 
 if TYPE_CHECKING:
@@ -81,11 +81,7 @@ def open_patched(src: CheckpointPath, options: OpenOptions, model: layouts.Model
             )
         _check_delta_order(base, deltas)
         made = apply_own_deltas(base, own, sources) if own else _build_patched(base, deltas, sources)
-        asked = make_selection(options)
-        made = replace(made, selection=replace(asked, only=asked.only or made.selection.only))
-        part = select_part(made, options.rename or {})
-        kept = ((part.renamed.get(n, n), there) for n, there in made.kept.items())
-        part.kept = {n: there for n, there in kept if n in part.checkpoint.tensors}
+        part = select_merged_part(made, options)
         keep.pop_all()  # the checkpoint closes them
         return part
 

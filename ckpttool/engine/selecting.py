@@ -21,9 +21,9 @@ from ..options import OpenOptions
 from ..printable import count_noun
 
 if TYPE_CHECKING:
-    from .opening import OpenCheckpoint
+    from .opening import MergedCheckpoint, OpenCheckpoint
 
-__all__ = ["make_selection", "select_part"]
+__all__ = ["make_selection", "select_merged_part", "select_part"]
 
 Opened = TypeVar("Opened", bound="OpenCheckpoint")
 
@@ -72,6 +72,21 @@ def select_part(opened: Opened, rules: Mapping[str, str]) -> Opened:
         how = f"renamed by {argument('rename')}"
         opened = replace(opened, checkpoint=after, changes=[*opened.changes, (how, before, after)], renamed=renamed)
     return opened
+
+
+def select_merged_part(made: MergedCheckpoint, options: OpenOptions) -> MergedCheckpoint:
+    """Return the part of a computed state that `options` select, under the names that they give; without a selection,
+    the components that it has.
+
+    Raises:
+        UsageError, Unsupported: as `select_part`.
+    """
+    asked = make_selection(options)
+    selection = replace(asked, only=asked.only or made.selection.only)
+    part = select_part(replace(made, selection=selection), options.rename or {})
+    kept = ((part.renamed.get(n, n), there) for n, there in made.kept.items())
+    part.kept = {n: there for n, there in kept if n in part.checkpoint.tensors}
+    return part
 
 
 def _refuse_unmatched_patterns(selection: EntrySelection, names: list[str]) -> None:

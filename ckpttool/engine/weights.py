@@ -38,7 +38,7 @@ from ..index.weight_sets import (
 )
 from ..printable import count_noun, list_first
 from ..storage.overlay import ComputedSource, JoinedSource, name_in_joined
-from ..storage.source import Source
+from ..storage.source import Source, closed_on_error
 from .computed_files import BoxReader, ComputedFiles, cast_array, choose_page_size
 from .copy.fill import silent
 from .copy.tensor_digests import tensor_digests
@@ -305,11 +305,8 @@ def _join_weights_beside(
         CkpttoolError: the file or folder cannot be read.
     """
     inner = open_beside(f"{opened.source.root}/{name}".rstrip("/"))
-    try:
+    with closed_on_error([inner.source]):
         theirs = inner.locate()
-    except BaseException:
-        inner.source.close()
-        raise
     ckpt, n = opened.checkpoint, len(opened.checkpoint.files)
     moved: dict[str, TensorEntry] = {}
     for t in theirs.tensors.values():

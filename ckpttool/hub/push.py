@@ -41,6 +41,7 @@ from ..options import (
     split_keywords,
 )
 from ..storage.buffers import IOBudget
+from ..storage.source import closed_on_error
 from . import model_card, screening
 from .client import CommitConflict, FileToSend, RejectedError, Repository, RepositoryState, TransientError, parse_target
 from .hashing import ByteCounter, FileHashes, hash_contents, hash_paths
@@ -227,14 +228,11 @@ class Push:
         self.reading, self.writing = reading, replace(writing, to=HUB_LAYOUT)
         self.planned = planned = planning.plan_conversion(src, f"{repo_id}/", reading, self.writing, False)
         self.opened, self.draft, self.layout = planned.opened, planned.draft, planned.target
-        try:
+        with closed_on_error([self.opened.source]):
             self.files = make_contents(self.opened, self.draft, IOBudget(1))
             screening.refuse_forbidden((c.name, _select_searchable_bytes(c)) for c in self.files)
             screening.refuse_forbidden([(RECORD, "\n".join(self.draft.sources).encode("utf-8", "replace"))])
             self.repository = Repository(repo_id)
-        except BaseException:
-            self.opened.source.close()
-            raise
         ckpt = self.opened.checkpoint
         self.notes = [*ckpt.notes, *self.draft.notes]
         if not self.opened.source.has_versions():

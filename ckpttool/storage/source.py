@@ -40,6 +40,7 @@ __all__ = [
     "OverlaySource",
     "ReadAt",
     "Source",
+    "closed_on_error",
     "describe_missing_resource",
     "raise_open_file_limit",
     "read_error",
@@ -97,6 +98,17 @@ def read_error(e: OSError, path: str) -> CkpttoolError:
             code="CKPT1401",
         )
     return Unreadable(f"{path} cannot be read: {e.strerror}.")
+
+
+@contextmanager
+def closed_on_error(sources: Iterable[Source]) -> Iterator[None]:
+    """Close these sources if the block raises; those that it adds to them, too."""
+    try:
+        yield
+    except BaseException:
+        for source in sources:
+            source.close()
+        raise
 
 
 class Source:
