@@ -102,48 +102,38 @@ def broadcast_bytes(data: bytes | None, source: int) -> bytes:
     return box[0]
 
 
-def run_on_first_rank(make: Callable[[], T]) -> T:
+def run_on_first_rank(make: Callable[[], T], then: str = "failed, so no rank goes on") -> T:
     """Call a function on rank 0 and return its result, which is pickled, on every rank. A collective, which every rank
-    has to call.
+    has to call. `then` is that of `run_on_all_ranks`.
 
     Raises:
         CkpttoolError: the function failed, on every rank; rank 0 raises the error itself.
     """
-    made: T | None = None
-
-    def act() -> None:
-        nonlocal made
-        if rank == 0:
-            made = make()
-
     rank, _ = get_rank_and_world_size()
-    run_on_all_ranks(act, "failed, so no rank goes on")
+    made = run_on_all_ranks(lambda: make() if rank == 0 else None, then)
     found: T = pickle.loads(broadcast_bytes(pickle.dumps(made) if rank == 0 else None, 0))
     return found
 
 
-def run_on_all_ranks(act: Callable[[], object], then: str = "cannot load the checkpoint, so no rank does") -> None:
-    """Call a function on every rank. If it fails on one rank, all ranks raise, so that none waits for another forever.
-    A collective, which every rank has to call.
+def run_on_all_ranks(act: Callable[[], T], then: str = "cannot load the checkpoint, so no rank does") -> T:
+    """Call a function on every rank, and return its result there. If it fails on one rank, all ranks raise, so that
+    none waits for another forever. A collective, which every rank has to call.
 
     Args:
-        act: the function; its result is dropped.
+        act: the function.
         then: how the message of the other ranks continues after "rank N", the rank that failed.
 
     Raises:
         CkpttoolError: the function failed on another rank; of the same class if that error was a CkpttoolError. A rank
             on which it fails raises its own error.
     """
-    error: Exception | None = None
     try:
-        act()
+        made = act()
     except Exception as e:
-        error = e
-    mine = None if error is None else (type(error) if isinstance(error, CkpttoolError) else CkpttoolError, str(error))
-    errors = gather_objects(mine)
-    if error is not None:
-        raise error
-    for rank, other in enumerate(errors):
+        gather_objects((type(e) if isinstance(e, CkpttoolError) else CkpttoolError, str(e)))
+        raise
+    for rank, other in enumerate(gather_objects(None)):
         if other is not None:
             kind, text = other
             raise kind(f"rank {rank} {then}: {text}")
+    return made

@@ -13,7 +13,6 @@ several of the checkpoint lets the last of them win.
 from __future__ import annotations
 
 import math
-import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -29,7 +28,7 @@ from ..index.fqns import strip_wrappers
 from ..index.trees import nest
 from ..printable import list_first
 from . import job_optimizers
-from .collectives import broadcast_bytes, get_rank_and_world_size, run_on_all_ranks
+from .collectives import get_rank_and_world_size, run_on_first_rank
 from .job_optimizers import ParamGroup
 from .live_values import Keys, find_first_difference, fit_to_live, has_no_leaves, iterate_leaves, set_value_at
 from .plain_values import to_torch_dtype
@@ -114,21 +113,16 @@ class LiveJob:
         Raises:
             CkpttoolError: rank 0 cannot read a tensor; raised on every rank.
         """
-        rank, world = get_rank_and_world_size()
-        if world == 1:
+        if get_rank_and_world_size()[1] == 1:
             return
-        packed = b""
 
-        def read() -> None:
-            """Read the small tensors and pickle their bytes, on rank 0."""
-            nonlocal packed
-            if rank == 0:
-                named = {n: e for n, e in self.entries.items() if isinstance(e, TensorEntry) and self._is_small(e)}
-                found = self._read_entries(named)
-                packed = pickle.dumps({n: t.reshape(-1).view(torch.uint8).numpy().tobytes() for n, t in found.items()})
+        def read() -> dict[str, bytes]:
+            """Read the bytes of the small tensors."""
+            named = {n: e for n, e in self.entries.items() if isinstance(e, TensorEntry) and self._is_small(e)}
+            found = self._read_entries(named)
+            return {n: t.reshape(-1).view(torch.uint8).numpy().tobytes() for n, t in found.items()}
 
-        run_on_all_ranks(read)
-        self.opened.small = pickle.loads(broadcast_bytes(packed if rank == 0 else None, 0))
+        self.opened.small = run_on_first_rank(read, "cannot load the checkpoint, so no rank does")
 
     def _is_small(self, e: TensorEntry) -> bool:
         """Tell whether an entry is a small tensor that every rank needs whole."""

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
     from .job_optimizers import Optimizers
-    from .live_job import LiveJob
 
 __all__ = ["Loaded", "load", "load_opened", "storage_reader"]
 
@@ -128,30 +127,16 @@ def load_opened(
 
     locate_together(opened)
     reader = AnyLayoutReader(path, opened, progress)
-    job: LiveJob | None = None
-
-    def prepare() -> None:
-        """Look at the live job, on each rank."""
-        nonlocal job
-        job = LiveJob(model, optimizer, scheduler, reader.opened)
-
-    def match() -> None:
-        """Compare the job with the checkpoint, on each rank."""
-        assert job is not None
-        job.match(anywhere)
-
+    job = run_on_all_ranks(lambda: LiveJob(model, optimizer, scheduler, reader.opened))
     try:
-        run_on_all_ranks(prepare)
-        assert job is not None
         job.share_small()
         anywhere = union_over_ranks({*job.live, *job.extra})
-        run_on_all_ranks(match)
+        run_on_all_ranks(lambda: job.match(anywhere))
         _dcp_load(job.wanted, reader)
         run_on_all_ranks(job.finish, "does not hold what is in the files, so no rank goes on")
         return Loaded(job.step, job.rest, job.notes, reader.bytes_read, time.monotonic() - started)
     except BaseException:
-        if job is not None:
-            job.undo()
+        job.undo()
         raise
 
 

@@ -22,7 +22,7 @@ import pickle
 import warnings
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from ..index.checkpoint import Checkpoint, Chunks, TensorEntry
 from ..index.records import Records
 from ..printable import printable
 from ..storage import urls
-from ..storage.source import Source
+from ..storage.source import Source, closed_on_error
 from .collectives import broadcast_bytes, gather_objects, get_rank_and_world_size, run_on_all_ranks
 
 __all__ = ["locate_together", "open_alone", "open_index_together", "open_together"]
@@ -57,7 +57,10 @@ def open_alone(
         CkpttoolError: it cannot be opened, or must not be loaded.
     """
     opened = _raise_problem(*_open_and_check(path, options, ignore_recorded_digests))
-    return _close_on_failure(opened, opened.locate) if get_rank_and_world_size()[1] == 1 else opened
+    with closed_on_error([opened.source]):
+        if get_rank_and_world_size()[1] == 1:
+            opened.locate()
+    return opened
 
 
 def _open_and_check(
@@ -105,17 +108,6 @@ def _raise_problem(opened: opening.OpenCheckpoint, problem: CkpttoolError | None
     if problem is not None:
         opened.source.close()
         raise problem
-    return opened
-
-
-def _close_on_failure(opened: opening.OpenCheckpoint, act: Callable[[], object]) -> opening.OpenCheckpoint:
-    """Call a function and return the open checkpoint. If the function raises, the checkpoint's files are closed
-    first."""
-    try:
-        act()
-    except BaseException:
-        opened.source.close()
-        raise
     return opened
 
 
@@ -172,7 +164,9 @@ def open_together(
         Corrupt: two ranks see different checkpoints.
     """
     opened = _raise_problem(*open_index_together(path, options, ignore_recorded_digests))
-    return _close_on_failure(opened, lambda: locate_together(opened))
+    with closed_on_error([opened.source]):
+        locate_together(opened)
+    return opened
 
 
 def open_index_together(
@@ -395,28 +389,14 @@ def locate_together(opened: opening.OpenCheckpoint) -> None:
         run_on_all_ranks(opened.locate)
         return
     mine = _select_chunks_of_rank(ckpt.tensors, rank, world)
-    found: Checkpoint | None = None
-
-    def look() -> None:
-        """Parse the items in the files that fall to this rank."""
-        nonlocal found
-        found = locate_tensors(opened, mine)
-
-    run_on_all_ranks(look)
-    assert found is not None
+    found = run_on_all_ranks(lambda: locate_tensors(opened, mine))  # the items in the files that fall to this rank
     odd = found.tensors.keys() != mine.keys() or found.values != ckpt.values
     if any(gather_objects(odd)):  # an item turned out to be an object that is several entries
         run_on_all_ranks(opened.locate)
         return
     packed = zlib.compress(pickle.dumps(_LocatedPart.of(found), protocol=5), 1)
     opened.checkpoint = _merge_located_parts(ckpt, [pickle.loads(zlib.decompress(p)) for p in gather_objects(packed)])
-
-    def judge() -> None:
-        """Check the whole index, on rank 0."""
-        if rank == 0:
-            opened.locate()
-
-    run_on_all_ranks(judge)
+    run_on_all_ranks(lambda: opened.locate() if rank == 0 else None)  # rank 0 checks the whole index
     opened.located = True
 
 
