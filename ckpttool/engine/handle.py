@@ -10,7 +10,7 @@ The first read locates the whole checkpoint, which refuses files of ranks that d
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from types import EllipsisType
@@ -32,9 +32,11 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor  # by a name that no method of TensorHandle has
 
+    from ..layouts import Layout
+    from ..storage.source import Source
     from .opening import OpenCheckpoint
 
-__all__ = ["TensorHandle", "UnknownTensor", "cut_chunks", "make_handle", "parse_index"]
+__all__ = ["TensorHandle", "UnknownTensor", "cut_chunks", "locate_chunks", "make_handle", "parse_index"]
 
 _Array: TypeAlias = "np.ndarray[Any, Any]"
 _Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
@@ -284,19 +286,33 @@ class TensorHandle:
         Raises:
             Corrupt: an item is damaged, or files of ranks do not belong together.
         """
-        ckpt, layout, source = self._opened.locate(), self._opened.layout, self._opened.source
+        ckpt = self._opened.locate()
         found = ckpt.tensors.get(self.name, self._entry)
         meeting = [c for c in found.chunks if boxes.intersect((c.start, c.shape), (start, shape)) is not None]
         entry = replace(found, chunks=Chunks.of(self.ndim, meeting))
         if entry.coding != "raw":  # an item that turned out to be an object of several entries
-            assert layout.locate is not None  # only such a layout frames its items
-            ckpt = layout.locate(replace(ckpt, tensors={self.name: entry}, records=Records()), source)
+            ckpt = locate_chunks(self._opened.layout, ckpt, {self.name: entry}, self._opened.source)
             entry = ckpt.tensors[self.name]
-            for chunk in entry.chunks:
-                file = ckpt.files[chunk.extent.file]
-                check_chunk(self.name, entry.dtype, chunk, file, source.size(file))
-            return ckpt.files, ckpt.records, entry
         return ckpt.files, ckpt.records, entry
+
+
+def locate_chunks(layout: Layout, ckpt: Checkpoint, some: Mapping[str, TensorEntry], source: Source) -> Checkpoint:
+    """Let a layout parse the framing of some chunks, and return an index of their tensors only, with the raw byte
+    ranges.
+
+    Args:
+        some: {canonical name: entry with the chunks that are wanted}.
+
+    Raises:
+        Corrupt: an item is damaged, or ends outside its file.
+    """
+    assert layout.locate is not None  # only such a layout frames its items
+    found = layout.locate(replace(ckpt, tensors=dict(some), records=Records()), source)
+    for name in some:
+        for chunk in found.tensors[name].chunks:
+            file = found.files[chunk.extent.file]
+            check_chunk(name, found.tensors[name].dtype, chunk, file, source.size(file))
+    return found
 
 
 def _choose_read_budget(nbytes: int) -> IOBudget:

@@ -18,13 +18,13 @@ from torch import Tensor
 from ..engine.copy.fill import Progress, silent
 from ..engine.copy.tensor_digests import tensor_digests
 from ..engine.copy.zstd_frames import ZstdDecoder
+from ..engine.handle import locate_chunks
 from ..engine.opening import OpenCheckpoint
 from ..engine.recorded import explain_other_digests
 from ..errors import Unsupported
 from ..formats.stored_tensors import flatten_like_dcp
 from ..huggingface import encodings
 from ..index import boxes
-from ..index.check import check_chunk
 from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunk, Chunks, TensorEntry, Value, joined
 from ..index.records import Records
 from ..layouts import Layout
@@ -166,21 +166,10 @@ class LiveReader:
             entry = self.ckpt.tensors[name]
             rows = (entry.chunks[k] for k in sorted(places[name]))
             some[name] = replace(entry, chunks=Chunks.of(len(entry.shape), rows))
-        assert self.layout.locate is not None  # only such a layout frames its items
-        found = self.layout.locate(replace(self.ckpt, tensors=some, records=Records()), self.source)
+        found = locate_chunks(self.layout, self.ckpt, some, self.source)
         for name in some:
             for k, chunk in zip(sorted(places[name]), found.tensors[name].chunks, strict=True):
-                self._check_chunk(name, found.tensors[name].dtype, chunk)
                 self._located[name, k] = chunk
-
-    def _check_chunk(self, name: str, dtype: str, chunk: Chunk) -> None:
-        """Check that a chunk of the tensor `name` lies inside its file and is as long as its box needs in this dtype.
-
-        Raises:
-            Corrupt: it does not, or is not.
-        """
-        file = self.ckpt.files[chunk.extent.file]
-        check_chunk(name, dtype, chunk, file, self.source.size(file))
 
     # ---------------------------------------------------------------------------------------------------------- bytes
 
@@ -307,11 +296,7 @@ class LiveReader:
             return
         framed = {n: t for n, t in some.items() if t.coding != "raw"}
         if framed:
-            assert self.layout.locate is not None
-            some.update(self.layout.locate(replace(self.ckpt, tensors=framed, records=Records()), self.source).tensors)
-            for n in framed:
-                for chunk in some[n].chunks:
-                    self._check_chunk(n, some[n].dtype, chunk)
+            some |= locate_chunks(self.layout, self.ckpt, framed, self.source).tensors
         found = tensor_digests(some, self.source, self.ckpt.files, Records(), silent)
         self.bytes_checked += sum(t.nbytes for t in some.values())
         self.source.assert_unchanged()
