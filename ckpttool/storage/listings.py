@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from html import unescape
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urljoin
@@ -22,7 +22,7 @@ from .urls import check_object_name
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-__all__ = ["follow_pages", "list_entries", "list_tree", "make_hub_file_info"]
+__all__ = ["follow_pages", "get_protocols", "list_entries", "list_tree", "make_hub_file_info"]
 
 #: What a store says of an object or folder, as fsspec's `info`; or a page of such, and arguments for the next one.
 StoreInfo = dict[str, Any]
@@ -98,7 +98,7 @@ def list_entries(fs: AbstractFileSystem, path: str, query: str, url: str) -> dic
         Unsafe: a name leads out of the folder.
         RemoteError: a name is listed twice, there are too many names, or the store fails.
     """
-    protocols = [fs.protocol] if isinstance(fs.protocol, str) else list(fs.protocol)
+    protocols = get_protocols(fs)
     out: dict[str, StoreInfo] = {}
     if "http" in protocols:
         for name in with_retries(url, lambda: _list_links(fs, path + query)):
@@ -106,12 +106,8 @@ def list_entries(fs: AbstractFileSystem, path: str, query: str, url: str) -> dic
             _check_count(out, url)
         return out
     found: Iterable[StoreInfo]
-    if "s3" in protocols:
-        found = _list_s3(fs, path, url)
-    elif "gs" in protocols:
-        found = _list_gcs(fs, path, url)
-    elif "abfs" in protocols:
-        found = _list_azure(fs, path, url)
+    if (list_pages := _get_lister(protocols)) is not None:
+        found = list_pages(fs, path, url, False)
     elif "hf" in protocols:
         at = with_retries(url, lambda: fs.resolve_path(path))
         found = with_retries(url, lambda: _list_hub(fs, path, at, url))
@@ -142,11 +138,11 @@ def list_entries(fs: AbstractFileSystem, path: str, query: str, url: str) -> dic
     return out
 
 
-def _check_count(found: StoreInfo, url: str) -> None:
+def _check_count(found: Sized, url: str) -> None:
     """Refuse a listing with more names than a checkpoint can have (`LIMITS.names`).
 
     Args:
-        found: {name: fsspec's `info`} listed so far.
+        found: the names that were listed so far, or their `info`.
         url: of the folder, for messages.
 
     Raises:
@@ -170,12 +166,10 @@ def list_tree(fs: AbstractFileSystem, path: str, url: str) -> Iterator[tuple[str
         Unsafe: a name leads out of the folder.
         RemoteError: the store fails.
     """
-    protocols = [fs.protocol] if isinstance(fs.protocol, str) else list(fs.protocol)
-    listers = {"s3": _list_s3, "gs": _list_gcs, "abfs": _list_azure}
-    pages = next((lister for name, lister in listers.items() if name in protocols), None)
-    if pages is None:
+    list_pages = _get_lister(get_protocols(fs))
+    if list_pages is None:
         return None
-    found = ((str(info["name"]).removeprefix(path + "/"), info) for info in pages(fs, path, url, deep=True))
+    found = ((str(info["name"]).removeprefix(path + "/"), info) for info in list_pages(fs, path, url, True))
     # without the mark of an empty folder; that of one below it ends in a slash
     return (
         (check_object_name(name.removesuffix("/"), url) + "/" * name.endswith("/"), info)
@@ -184,7 +178,18 @@ def list_tree(fs: AbstractFileSystem, path: str, url: str) -> Iterator[tuple[str
     )
 
 
-def _list_s3(fs: AbstractFileSystem, path: str, url: str, deep: bool = False) -> Iterator[StoreInfo]:
+def get_protocols(fs: AbstractFileSystem) -> list[str]:
+    """Return the URL schemes that a file system of fsspec serves."""
+    return [fs.protocol] if isinstance(fs.protocol, str) else list(fs.protocol)
+
+
+def _get_lister(protocols: Iterable[str]) -> Callable[[Any, str, str, bool], Iterator[StoreInfo]] | None:
+    """Return the function that lists a store of these protocols by pages; None if it lists in other ways."""
+    listers = {"s3": _list_s3, "gs": _list_gcs, "abfs": _list_azure}
+    return next((lister for name, lister in listers.items() if name in protocols), None)
+
+
+def _list_s3(fs: AbstractFileSystem, path: str, url: str, deep: bool) -> Iterator[StoreInfo]:
     """Yield fsspec's `info` of each object and common prefix directly below a path "bucket/key" of S3, or with `deep`
     of each object at any depth; `url` is for messages."""
     bucket, _, key = path.partition("/")
@@ -206,7 +211,7 @@ def _list_s3(fs: AbstractFileSystem, path: str, url: str, deep: bool = False) ->
             }
 
 
-def _list_gcs(fs: AbstractFileSystem, path: str, url: str, deep: bool = False) -> Iterator[StoreInfo]:
+def _list_gcs(fs: AbstractFileSystem, path: str, url: str, deep: bool) -> Iterator[StoreInfo]:
     """Yield fsspec's `info` of each object and prefix directly below a path "bucket/key" of Google's store, or with
     `deep` of each object at any depth; `url` is for messages."""
     bucket, _, key = path.partition("/")
@@ -228,7 +233,7 @@ def _list_gcs(fs: AbstractFileSystem, path: str, url: str, deep: bool = False) -
             }
 
 
-def _list_azure(fs: AbstractFileSystem, path: str, url: str, deep: bool = False) -> Iterator[StoreInfo]:
+def _list_azure(fs: AbstractFileSystem, path: str, url: str, deep: bool) -> Iterator[StoreInfo]:
     """Yield fsspec's `info` of each blob and prefix directly below a path "container/key" of Azure, or with `deep` of
     each blob at any depth; `url` is for messages. The blob by which an account with a hierarchical namespace represents
     a folder is reported as a folder."""
@@ -287,11 +292,7 @@ def _list_hub(fs: AbstractFileSystem, path: str, at: Any, url: str) -> list[Stor
         if hasattr(entry, "size"):
             info |= make_hub_file_info(entry)
         out.append(info)
-        if len(out) > LIMITS.names:
-            raise RemoteError(
-                f"{url}: the listing has more than {LIMITS.names:,} names, which no checkpoint has in one folder.",
-                code="CKPT0906",
-            )
+        _check_count(out, url)
     return out
 
 

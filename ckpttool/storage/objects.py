@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 from ..errors import DestinationExists, RemoteError, Unsupported, UsageError, argument
 from .answer_limits import current_budget, watch_upload
 from .azure import AzureObject, is_azure
-from .listings import follow_pages
+from .listings import follow_pages, get_protocols
 from .remote import filesystem_for
 from .retries import POLICY, ConditionFailed, Denied, NotFound, NotOffered, with_retries
 from .urls import redact_url
@@ -311,8 +311,7 @@ def s3_object(url: str) -> S3Object | None:
         UsageError: the URL is of no known store, or names a bucket alone.
     """
     fs, path, _ = filesystem_for(url)
-    protocol = [fs.protocol] if isinstance(fs.protocol, str) else list(fs.protocol)
-    return S3Object(fs, path, url) if "s3" in protocol else None
+    return S3Object(fs, path, url) if "s3" in get_protocols(fs) else None
 
 
 def conditional_object(url: str) -> S3Object | AzureObject | None:

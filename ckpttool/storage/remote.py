@@ -30,6 +30,7 @@ from .listings import list_entries, list_tree, make_hub_file_info
 from .prefetch import FetchSizes, Prefetcher
 from .retries import BadRange, NotFound, redact_message, with_retries
 from .source import Identity, Source
+from .threads import run_in_threads
 from .urls import check_object_name, get_scheme, redact_url, refuse_azure_query
 
 if TYPE_CHECKING:
@@ -478,11 +479,7 @@ class RemoteSource(Source):
             out[at : at + piece] = self._fetch_range(name, offset + at, min(piece, n - at))
 
         starts = range(0, n, piece)
-        from concurrent.futures import ThreadPoolExecutor
-
-        with ThreadPoolExecutor(min(4, len(starts)), "ckpttool-fetch") as pool:
-            for _ in pool.map(fill, starts):
-                pass
+        run_in_threads(fill, starts, min(4, len(starts)), "ckpttool-fetch")
         return out
 
     def _fetch_range(self, name: str, start: int, n: int) -> bytes:
@@ -555,11 +552,7 @@ class RemoteSource(Source):
                     single.append(name)
                 elif found != self._identity[name]:
                     raise self._changed_error(name)
-        from concurrent.futures import ThreadPoolExecutor
-
-        with ThreadPoolExecutor(self.sizes.threads, "ckpttool-fetch") as pool:
-            for _ in pool.map(self._check_unchanged, single):
-                pass
+        run_in_threads(self._check_unchanged, single, self.sizes.threads, "ckpttool-fetch")
 
     def _check_unchanged(self, name: str) -> None:
         """Request the identity of an object, and check that it is that of the first use.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
 from typing import ParamSpec, TypeVar
 
-__all__ = ["InThisThread", "make_executor"]
+__all__ = ["InThisThread", "make_executor", "run_in_threads"]
 
 
 P = ParamSpec("P")
 T = TypeVar("T")
+A = TypeVar("A")
 
 
 class InThisThread(Executor):
@@ -41,3 +42,12 @@ def make_executor(threads: int, name: str) -> Executor:
     from concurrent.futures import ThreadPoolExecutor
 
     return ThreadPoolExecutor(threads, name)
+
+
+def run_in_threads(call: Callable[[A], T], items: Iterable[A], threads: int, name: str) -> list[T]:
+    """Return what a function returns for each item, in their order; called in so many threads of this name. What one
+    call raises is raised here, when the others have ended."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(threads, name) as pool:
+        return list(pool.map(call, items))

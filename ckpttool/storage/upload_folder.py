@@ -15,6 +15,7 @@ from .listings import list_tree
 from .objects import conditional_object, delete_remote_object, get_with_token, put_if_unchanged, s3_object
 from .remote import filesystem_for
 from .retries import NotFound, with_retries
+from .threads import run_in_threads
 from .upload import BlocksUpload, FileUpload, PartsUpload, SharedUpload, UploadPool, choose_part_bytes
 from .urls import UNFINISHED, redact_url
 
@@ -139,10 +140,7 @@ class UploadFolder:
             kept = own[name][1] if name in own else None
             return SharedUpload(at, force=True, part_bytes=self.part_bytes, pool=self._pool, upload=kept)
 
-        from concurrent.futures import ThreadPoolExecutor
-
-        with ThreadPoolExecutor(8, "ckpttool-send") as pool:
-            self.shared = dict(zip(wanted, pool.map(begin, wanted), strict=True))
+        self.shared = dict(zip(wanted, run_in_threads(begin, wanted, 8, "ckpttool-send"), strict=True))
         self._uploads |= self.shared
 
     def _remove_leftover_parts(self, keep: Set[str] = frozenset()) -> None:
@@ -211,11 +209,8 @@ class UploadFolder:
                 delete_remote_object(f"{self.url}/{name}")
         for name, one in self._uploads.items():
             one.force = name in self._old and name != marker
-        from concurrent.futures import ThreadPoolExecutor
-
-        with ThreadPoolExecutor(8, "ckpttool-send") as pool:
-            for _ in pool.map(lambda name: self._uploads[name].commit(), [n for n in self._uploads if n != marker]):
-                pass
+        others = [one for name, one in self._uploads.items() if name != marker]
+        run_in_threads(lambda one: one.commit(), others, 8, "ckpttool-send")
         if get_with_token(self._note)[0] != self._mine:
             raise self._make_other_run_error()
         self._uploads[marker].commit()

@@ -406,13 +406,7 @@ class Reader:
                 a = boxes.flat_start(plan.shape, at) * item
                 data[a : a + n] = got
             else:
-                import numpy as np
-
-                kind = bits_dtype(item)
-                target = np.frombuffer(data, dtype=kind).reshape(plan.shape)
-                target[tuple(slice(a, a + k) for a, k in zip(at, shape, strict=True))] = np.frombuffer(
-                    got, dtype=kind
-                ).reshape(shape)
+                _put_into_slab(plan, (row, start, shape), got, data)
         finally:
             self._pool.free.put(spare)
 
