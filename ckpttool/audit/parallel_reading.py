@@ -15,12 +15,13 @@ from typing import Any
 
 from ..engine.copy.fill import Progress
 from ..engine.workers.executors import Workers
-from ..engine.workers.part_requests import encode_error, make_absolute
+from ..engine.workers.part_requests import encode_error
 from ..engine.workers.part_worker import SingleEntryCache
 from ..engine.workers.parts import WorkPart, choose_least_part_bytes, run_parts
 from ..errors import CkpttoolError
 from ..layouts import place
 from ..storage.source import closed_on_error
+from ..storage.urls import make_absolute
 from .archive import Archive
 from .archive_hashing import ArchiveHasher
 

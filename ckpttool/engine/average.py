@@ -11,10 +11,10 @@ from typing import Unpack
 from ..errors import UsageError
 from ..index.checkpoint import parse_floating_dtype
 from ..options import AverageKeywords, AverageRequest, list_keywords, split_keywords
+from ..storage.urls import make_absolute
 from .adapter import choose_layout_or_hf
 from .conversion import ConvertResult, run_conversion
 from .destination import normalise_destination, refuse_overlapping_destination
-from .workers.part_requests import make_absolute
 
 __all__ = ["average", "make_average_request"]
 

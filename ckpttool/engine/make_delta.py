@@ -9,11 +9,11 @@ from typing import Unpack
 
 from .. import layouts
 from ..options import ARCHIVE_LAYOUT, DeltaKeywords, list_keywords, split_keywords
+from ..storage.urls import make_absolute
 from .conversion import ConvertResult, run_conversion
 from .destination import normalise_destination, refuse_overlapping_destination
 from .opening import OpenCheckpoint
 from .own_deltas import get_delta_facts, open_own_delta
-from .workers.part_requests import make_absolute
 
 __all__ = ["delta"]
 

@@ -146,7 +146,7 @@ def describe_plan(planned: Plan, running: RunOptions) -> dict[str, Any]:
         "running": _list_set_fields(running),
     }
     written = [*there.values.values(), *(Value((n,), x) for n, x in draft.synthesized_values.items())]
-    src, dst = _make_absolute(os.fspath(planned.src)), _make_absolute(planned.dst)
+    src, dst = urls.make_absolute(os.fspath(planned.src)), urls.make_absolute(planned.dst)
     _refuse_credentials(src, dst, options)
     return {
         "ckpttool": __version__,
@@ -245,7 +245,7 @@ def parse_plan(plan: Mapping[str, Any]) -> tuple[str, str, OpenOptions, WriteReq
     """
     src, dst = (plan[side].get("path") for side in ("source", "destination"))
     for text in (src, dst):
-        if not isinstance(text, str) or _make_absolute(text) != text:
+        if not isinstance(text, str) or urls.make_absolute(text) != text:
             raise UsageError(f"the plan says {text!r} for a path; plans have absolute paths.", code="CKPT0226")
     given = plan["options"]
     if odd := sorted(given.keys() - {"reading", "writing", "layout", "running"}):
@@ -383,11 +383,6 @@ def _count_bytes_by_dtype(ckpt: Checkpoint) -> dict[str, int]:
 def _hash_short(data: bytes) -> str:
     """Return the first 128 bits of the BLAKE3 of some bytes, in hex."""
     return blake3(data).hexdigest(16)
-
-
-def _make_absolute(path: str) -> str:
-    """Return the absolute form of a path; a URL is unchanged."""
-    return path if urls.is_url(path) else os.path.abspath(path)
 
 
 def _begins_as_plan(path: str) -> bool:

@@ -15,6 +15,7 @@ __all__ = [
     "get_scheme",
     "is_url",
     "lower_scheme",
+    "make_absolute",
     "redact_url",
     "refuse_azure_query",
     "split_url",
@@ -60,6 +61,11 @@ def refuse_azure_query(url: str) -> None:
             f"{redact_url(url)}: a URL of Azure has no query; set AZURE_STORAGE_SAS_TOKEN to a signed one.",
             code="CKPT0214",
         )
+
+
+def make_absolute(path: str) -> str:
+    """Return a path as an absolute path; a URL is returned unchanged."""
+    return path if is_url(path) else os.path.abspath(path)
 
 
 def display_path(path: str | os.PathLike[str]) -> str:

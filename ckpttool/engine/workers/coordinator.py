@@ -34,6 +34,7 @@ from ...storage.buffers import DEFAULT_BUDGET, IOBudget
 from ...storage.destination_protocol import ParallelDestination, write_error
 from ...storage.local_file import write_all_at
 from ...storage.overlay import ComputedSource
+from ...storage.urls import make_absolute
 from ..copy.fill import Progress, record_cast_losses
 from ..copy.stream import Block, Reader
 from ..copy.tensor_digests import tensor_digests
@@ -44,7 +45,7 @@ from ..planning import Plan
 from . import part_worker
 from .executors import Workers, WorkersSpec, choose_process_count, open_workers
 from .part_fill import explain_one_process_for_cells, make_bytes_between_chunks, worker_writes_frames
-from .part_requests import Json, compute_index_id, make_absolute
+from .part_requests import Json, compute_index_id
 from .parts import WorkPart, choose_least_part_bytes, cut_draft, cut_tensors, run_parts
 
 __all__ = ["digest_with_workers", "explain_one_process", "fill_with_workers", "workers_for_reading"]

@@ -35,7 +35,6 @@ __all__ = [
     "compute_index_id",
     "describe_job",
     "encode_error",
-    "make_absolute",
     "parse_answer",
     "read_job",
 ]
@@ -59,17 +58,12 @@ def describe_job(src: object, dst: str, reading: OpenOptions, writing: WriteRequ
     asked = {f.name: getattr(writing, f.name) for f in fields(writing)}
     options = asked.pop("options")
     return {
-        "src": make_absolute(os.fspath(src)),
-        "dst": make_absolute(dst),
+        "src": urls.make_absolute(os.fspath(src)),
+        "dst": urls.make_absolute(dst),
         "plan": plan,
         "reading": asdict(reading),
         "writing": {**asked, "options": None if options is None else asdict(options)},
     }
-
-
-def make_absolute(path: str) -> str:
-    """Return a path as an absolute path; a URL is returned unchanged."""
-    return path if urls.is_url(path) else os.path.abspath(path)
 
 
 def read_job(job: Json) -> tuple[str, str, OpenOptions, WriteRequest]:
