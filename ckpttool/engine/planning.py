@@ -562,40 +562,15 @@ def _change_state(
         Corrupt: the source does not match its record.
         Unsupported, UsageError: a change cannot be made, such as another number of rows for quantised weights.
     """
-    ckpt, source = opened.checkpoint, opened.source
+    ckpt = opened.checkpoint
     # what it must be, before anything is changed
     if writing.expected is None:
         opened.expect_recorded(writing.ignore_recorded_digests)  # of a merge, this adds to its inputs
     else:
         ckpt = replace(ckpt, recorded={**ckpt.recorded, **writing.expected})
-    ckpt = _edit_state(ckpt, writing, account)
-    inputs, to_hub = opened.inputs, target.name == HUB_LAYOUT
-    # an engine that loads masters needs those that are stored as remainders of weights, and none loads remainders that
-    # were stored as numbers
-    halves = map(glob.escape, find_remainders(ckpt) if target.joins_remainders else ckpt.numeric_remainders)
-    if patterns := [*(writing.dequantize or ()), *halves]:
-        beside = source if opened.folder else None
-        stating = ckpt if config is None else replace(ckpt, config=read_model_files(config)[0])
-        codes = encodings.find_in_checkpoint(ckpt, encodings.read_quantization_config(stating, beside))
-        choose, dtype = (
-            make_dtype_chooser(writing.dtype, writing.cast or {}),
-            encodings.read_model_dtype(stating, beside),
-        )
-        here = replace(opened, checkpoint=ckpt)
-        plain, computed, lost = dequantize(here, patterns, codes, choose, dtype)
-        plain = opened.layout.name_in_memory(plain)
-        inside = {n: t for n, t in ckpt.tensors.items() if n in ckpt.recorded and n not in plain.recorded}
-        inputs = (*inputs, replace(opened, checkpoint=replace(ckpt, tensors=inside)))
-        account.add_step("dequantised", ckpt, plain, computed=True)
-        account.dropped += lost
-        ckpt, source = plain, computed
-    if writing.change:
-        beside = source if opened.folder else None
-        changed, computed = change_tensors(ckpt, source, beside, writing.change)
-        inside = {n: t for n, t in ckpt.tensors.items() if n in ckpt.recorded and n not in changed.recorded}
-        inputs = (*inputs, replace(opened, checkpoint=replace(ckpt, tensors=inside), source=source))
-        account.add_step("changed by the caller", ckpt, changed, computed=True)
-        ckpt, source = changed, computed
+    opened = replace(opened, checkpoint=_edit_state(ckpt, writing, account))
+    opened = _compute_tensors(opened, writing, config, account, target)
+    ckpt, source, to_hub = opened.checkpoint, opened.source, target.name == HUB_LAYOUT
     # its keys, then its names
     if writing.canonical_keys:
         plain_keys = replace(ckpt, origin=keep_extra_state_trees(ckpt.origin))
@@ -622,7 +597,52 @@ def _change_state(
         account.add_step(f"a vocabulary of {writing.vocab_size:,} rows", before_cut, ckpt)
     if writing.keys:
         ckpt = with_component_keys(ckpt, writing.keys)
-    return replace(opened, checkpoint=ckpt, source=source, inputs=inputs)
+    return replace(opened, checkpoint=ckpt, source=source)
+
+
+def _compute_tensors(
+    opened: OpenCheckpoint, writing: WriteRequest, config: str | None, account: Account, target: layouts.Layout
+) -> OpenCheckpoint:
+    """Dequantise weights, then apply the functions of the caller, as requested. The arguments are those of
+    `_change_state`.
+
+    Raises:
+        Unsupported, UsageError: weights cannot be dequantised, or a tensor cannot be changed.
+    """
+    ckpt = opened.checkpoint
+    # an engine that loads masters needs those that are stored as remainders of weights, and none loads remainders that
+    # were stored as numbers
+    halves = map(glob.escape, find_remainders(ckpt) if target.joins_remainders else ckpt.numeric_remainders)
+    if patterns := [*(writing.dequantize or ()), *halves]:
+        beside = opened.source if opened.folder else None
+        stating = ckpt if config is None else replace(ckpt, config=read_model_files(config)[0])
+        codes = encodings.find_in_checkpoint(ckpt, encodings.read_quantization_config(stating, beside))
+        choose = make_dtype_chooser(writing.dtype, writing.cast or {})
+        plain, source, lost = dequantize(opened, patterns, codes, choose, encodings.read_model_dtype(stating, beside))
+        opened = _with_computed(opened, opened.layout.name_in_memory(plain), source, "dequantised", account)
+        account.dropped += lost
+    if writing.change:
+        beside = opened.source if opened.folder else None
+        changed, source = change_tensors(opened.checkpoint, opened.source, beside, writing.change)
+        opened = _with_computed(opened, changed, source, "changed by the caller", account)
+    return opened
+
+
+def _with_computed(
+    opened: OpenCheckpoint, made: Checkpoint, source: Source, how: str, account: Account
+) -> OpenCheckpoint:
+    """Return a checkpoint with tensors that were computed from it. The tensors that are gone become an input, so that
+    their recorded digests are compared.
+
+    Args:
+        made, source: the new state, and the files that its tensors lie in.
+        how: what became of the tensors, for the account.
+    """
+    ckpt = opened.checkpoint
+    inside = {n: t for n, t in ckpt.tensors.items() if n in ckpt.recorded and n not in made.recorded}
+    account.add_step(how, ckpt, made, computed=True)
+    inputs = (*opened.inputs, replace(opened, checkpoint=replace(ckpt, tensors=inside)))
+    return replace(opened, checkpoint=made, source=source, inputs=inputs)
 
 
 def _edit_state(ckpt: Checkpoint, writing: WriteRequest, account: Account) -> Checkpoint:
