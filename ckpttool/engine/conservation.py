@@ -114,7 +114,7 @@ class Account(ByFields):
             Differs: an entry is lost, altered or invented, and the draft does not say so.
         """
         layout = draft.checkpoint.layout
-        faults = _Faults(layout)
+        faults: list[str] = []  # entries for which nobody has accounted
         dropped = {d.name for d in draft.dropped}
         there = draft.checkpoint
         sources = _ByteRanges(draft.sources.values())
@@ -123,7 +123,7 @@ class Account(ByFields):
                 continue
             if (entry := there.tensors.get(draft.aliases.get(n, n))) is not None:
                 if entry.shape != t.shape:
-                    faults.add(n, f"has the shape {list(t.shape)}, and {list(entry.shape)} there")
+                    faults.append(f'"{n}" has the shape {list(t.shape)}, and {list(entry.shape)} there')
                 elif entry.dtype != t.dtype:
                     self.changed[n] = f"{t.dtype} became {entry.dtype}"
             elif n in there.values or n in draft.aliases:  # a number inside a pickle; the read-back compares its bytes
@@ -131,7 +131,7 @@ class Account(ByFields):
             elif sources.hold(t):
                 self.changed[n] = f"stored under names of {layout}"
             else:
-                faults.add(n, "is neither stored nor listed as dropped")
+                faults.append(f'"{n}" is neither stored nor listed as dropped')
         for n in ckpt.values:
             if n in dropped:
                 continue
@@ -140,22 +140,26 @@ class Account(ByFields):
                     if n in draft.changed:
                         self.changed[n] = draft.changed[n]
                     else:
-                        faults.add(n, "has another value there")
+                        faults.append(f'"{n}" has another value there')
             elif n in draft.changed:
                 self.changed[n] = draft.changed[n]
             elif n not in there.tensors:
-                faults.add(n, "is neither stored nor listed as dropped")
-        for n in draft.synthesized_values:
-            if n in ckpt.values:
-                faults.add(n, "is called new, and the source has it")
+                faults.append(f'"{n}" is neither stored nor listed as dropped')
+        faults += [f'"{n}" is called new, and the source has it' for n in draft.synthesized_values if n in ckpt.values]
         for n in there.values:
             if n in ckpt.values or n in ckpt.tensors or n in draft.synthesized_values:
                 continue
             if n in draft.changed:
                 self.added.append(n)
             else:
-                faults.add(n, "is not in the source")
-        faults.refuse()
+                faults.append(f'"{n}" is not in the source')
+        if faults:
+            more = f"; and {len(faults) - _SHOWN:,} more" if len(faults) > _SHOWN else ""
+            raise Differs(
+                f"what {layout} would write is not what the source holds: {'; '.join(faults[:_SHOWN])}{more}. Nothing "
+                "was written. This is a fault of the layout: please report it.",
+                code="CKPT0503",
+            )
         self.added += [*draft.synthesized_tensors, *draft.synthesized_values]
 
     def close(self, source: Checkpoint, draft: Draft) -> None:
@@ -168,32 +172,6 @@ class Account(ByFields):
         gone = {d.name for d in self.dropped}
         self.changed = {n: how for n, how in self.changed.items() if n not in gone}
         self.kept = [n for n in (*source.tensors, *source.values) if n not in gone and n not in self.changed]
-
-
-class _Faults:
-    """Entries for which nobody has accounted."""
-
-    def __init__(self, layout: str) -> None:
-        self.layout = layout
-        self.rows: list[str] = []
-
-    def add(self, name: str, what: str) -> None:
-        """Record an entry and what is wrong with it: `what` is a predicate such as "is not in the source"."""
-        self.rows.append(f'"{name}" {what}')
-
-    def refuse(self) -> None:
-        """Stop if any faults were noted.
-
-        Raises:
-            Differs: with the first three of them.
-        """
-        if self.rows:
-            more = f"; and {len(self.rows) - _SHOWN:,} more" if len(self.rows) > _SHOWN else ""
-            raise Differs(
-                f"what {self.layout} would write is not what the source holds: {'; '.join(self.rows[:_SHOWN])}{more}. "
-                "Nothing was written. This is a fault of the layout: please report it.",
-                code="CKPT0503",
-            )
 
 
 class _ByteRanges:

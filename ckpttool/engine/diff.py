@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
@@ -235,23 +235,14 @@ class Difference(Shown):
         for name, adapter in (("A", self.adapter_a), ("B", self.adapter_b)):
             if adapter:
                 yield f"{name} holds an adapter only: {adapter}"
-        for title, names in (("only in A", self.only_in_a), ("only in B", self.only_in_b)):
-            for n in names[:20]:
-                yield f"{title}: {n}"
-            if len(names) > 20:
-                yield f"{title}: ... {len(names) - 20} more"
+        yield from _iterate_first("only in A", self.only_in_a)
+        yield from _iterate_first("only in B", self.only_in_b)
         for n, (x, y) in self.shapes.items():
             yield f"shape: {n}: {list(x)} | {list(y)}"
-        for n, dtypes in list(self.dtypes.items())[:20]:
-            yield f"dtype: {n}: {dtypes[0]} | {dtypes[1]}"
-        if len(self.dtypes) > 20:
-            yield f"dtype: ... {len(self.dtypes) - 20} more"
+        yield from _iterate_first("dtype", [f"{n}: {a} | {b}" for n, (a, b) in self.dtypes.items()])
         for n, values in self.values.items():
             yield f"value: {n}: {values[0]} | {values[1]}"
-        for n, values in list(self.configs.items())[:20]:
-            yield f"not counted: {n}: {values[0]} | {values[1]}"
-        if len(self.configs) > 20:
-            yield f"not counted: ... {len(self.configs) - 20} more"
+        yield from _iterate_first("not counted", [f"{n}: {a} | {b}" for n, (a, b) in self.configs.items()])
         for t in self.data[:most]:
             yield f"data: {t}"
         if left := self.changed - sum(t.tensors for t in self.data[:most]):
@@ -266,6 +257,13 @@ class Difference(Shown):
         close = f" ({self.within_tolerance} within the tolerance)" if self.within_tolerance else ""
         word = "equal" if self.equal else "different"
         return f"{word}: {count_noun(self.tensors, 'tensor')} in both, {self.changed:,} with other values{close}"
+
+
+def _iterate_first(title: str, rows: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each of the first 20 rows, with a title, and one that counts the others."""
+    yield from (f"{title}: {row}" for row in rows[:20])
+    if len(rows) > 20:
+        yield f"{title}: ... {len(rows) - 20} more"
 
 
 def _divide_norms(distance: float, norm: float) -> float:
@@ -537,7 +535,7 @@ def _compare_tensors(
     streams = [stream_blocks(x, names), stream_blocks(y, names)]
     for name in names:
         s, t = left.tensors[name], right.tensors[name]
-        found = TensorDifference(name, s.numel * PACKED.get(s.dtype, 1))
+        found = TensorDifference(name, s.numbers)
         close, squares = True, [0.0, 0.0]  # of A - B, and of B
         for first, p, q in pair_stream_pieces(streams, s, t):
             passed += len(p)

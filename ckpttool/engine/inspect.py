@@ -20,6 +20,7 @@ from ..index.checkpoint import (
     PACKED,
     Checkpoint,
     TensorEntry,
+    Value,
     find_orphaned_optimizer_state,
     find_unnamed_optimizer_state,
 )
@@ -249,15 +250,16 @@ def summarise(
     """
     ckpt, only = opened.checkpoint, opened.selection.only
     components: dict[str, dict[str, Any]] = {}
-    for t in ckpt.tensors.values():
+    entries: list[TensorEntry | Value] = [*ckpt.tensors.values(), *ckpt.values.values()]
+    for t in entries:
         c = components.setdefault(t.component, {"tensors": 0, "bytes": 0, "elements": 0, "dtypes": {}, "values": 0})
+        if isinstance(t, Value):
+            c["values"] += 1
+            continue
         c["tensors"] += 1
         c["bytes"] += t.nbytes
-        c["elements"] += t.numel * PACKED.get(t.dtype, 1)
+        c["elements"] += t.numbers
         c["dtypes"][t.dtype] = c["dtypes"].get(t.dtype, 0) + t.nbytes
-    for v in ckpt.values.values():
-        c = components.setdefault(v.component, {"tensors": 0, "bytes": 0, "elements": 0, "dtypes": {}, "values": 0})
-        c["values"] += 1
     order = ("model", "optim", "scheduler", "scaler", "rng", "dataloader", "trainer", "extra")
     wrong = opened.describe_sampled_masters()
     shown = urls.redact_url(os.fspath(path)) if urls.is_url(path) else os.fspath(path)

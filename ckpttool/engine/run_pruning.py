@@ -33,7 +33,7 @@ from ..storage.removal import Remover, convert_os_errors, find_leftovers, has_no
 from ..storage.source import Source
 from .discover import detection
 from .discover.unread_files import human
-from .runs import RunStep, find_pointers, find_pointers_in_values, list_steps, try_open_step
+from .runs import RunStep, find_pointers, find_pointers_in_values, list_steps, place_step, try_open_step
 from .step_metrics import find_best_steps, read_metrics
 
 __all__ = ["PrunedRun", "prune_run"]
@@ -526,10 +526,8 @@ def _check_still_complete(source: Source, save: _Save) -> None:
         SourceChanged: it is not.
     """
     for s in save.steps:
-        folder, _, name = s.name.rpartition("/")
-        is_folder = source.glance(s.name)[0]
-        where = Place(source.below(s.name), None) if is_folder else Place(source.below(folder), name)
-        row = detection.describe_place(where) if is_folder or source.exists(s.name) else None
+        there = source.glance(s.name)[0] or source.exists(s.name)
+        row = detection.describe_place(place_step(source, s)) if there else None
         if row is None or not row.complete:
             lacks = "is gone" if row is None else f"is not complete any more: {row.lacks}"
             raise SourceChanged(

@@ -42,6 +42,7 @@ __all__ = [
     "find_pointers_in_values",
     "list_run",
     "list_steps",
+    "place_step",
     "try_open_step",
 ]
 
@@ -485,16 +486,19 @@ def _move_newest_mark(steps: list[RunStep]) -> list[RunStep]:
     return out
 
 
+def place_step(source: Source, s: FoundCheckpoint) -> Place:
+    """Return the place of a step in the folder of its run."""
+    folder, _, name = s.name.rpartition("/")
+    return Place(source.below(s.name), None) if _is_folder(source, s.name) else Place(source.below(folder), name)
+
+
 def try_open_step(source: Source, s: FoundCheckpoint) -> tuple[Checkpoint | None, Exception | None]:
     """Open a step, which checks its index and headers.
 
     Returns:
         (its index, None), or (None, the error that opening it raised).
     """
-    folder, _, name = s.name.rpartition("/")
-    is_folder = _is_folder(source, s.name)
-    where = Place(source.below(s.name), None) if is_folder else Place(source.below(folder), name)
-    options = OpenOptions(allow_equal_ranks=True, allow_mixed_steps=True)
+    where, options = place_step(source, s), OpenOptions(allow_equal_ranks=True, allow_mixed_steps=True)
     try:
         return open_checkpoint(where, options, check_hints=False, needed=lambda component: False).checkpoint, None
     except (CkpttoolError, OSError) as e:

@@ -345,8 +345,7 @@ def _make_index_patch(source: Source, bad: list[Problem], patches: dict[str, Pat
                 kept |= dict.fromkeys(safetensors_header.read_slots(with_patches, shard), shard)
     if not kept:
         return {}
-    data = json.dumps({"weight_map": kept}).encode()
-    return {_INDEX: Patch(0, len(data), ((0, data),))}
+    return {_INDEX: _make_whole_patch(json.dumps({"weight_map": kept}).encode())}
 
 
 def _read_weight_map(source: Source) -> dict[str, str]:

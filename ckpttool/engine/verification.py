@@ -12,7 +12,7 @@ from typing import Any, Unpack
 from .. import layouts
 from ..errors import Corrupt, Differs, Unreadable, UsageError, argument
 from ..formats import safetensors_header
-from ..index.checkpoint import Checkpoint, TensorEntry
+from ..index.checkpoint import Checkpoint, Salvage, TensorEntry
 from ..index.draft import Draft
 from ..index.selection import EntrySelection
 from ..options import OpenKeywords, Progress, WriteRequest, list_keywords, silent
@@ -328,11 +328,9 @@ def summarise_salvage(opened: OpenCheckpoint) -> dict[str, Any] | None:
         states = opened.checkpoint.salvage.states(opened.checkpoint.tensors, opened.checkpoint.values)
     if not states:
         return None
-    of: dict[str, dict[str, str]] = {"exact": {}, "rebuilt": {}, "missing": {}}
-    for name, state in states.items():
-        kind, _, why = state.partition(": ")
-        of.setdefault(kind, {})[name] = why
-    return {"exact": len(of["exact"]), "rebuilt": of["rebuilt"], "missing": of["missing"]}
+    found = Salvage.of_states(states)
+    exact = sum(state.partition(": ")[0] == "exact" for state in states.values())
+    return {"exact": exact, "rebuilt": found.rebuilt, "missing": found.missing}
 
 
 def _verify_data(

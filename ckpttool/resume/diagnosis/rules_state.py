@@ -330,17 +330,24 @@ def _explain_moved_slots(context: Context, left: dict[str, str]) -> None:
         del left[a]
 
 
+def _group_by_moved_layer(left: Mapping[str, str]) -> dict[tuple[int, int], list[str]]:
+    """Return {(layer, the layer whose bytes it holds): tensors of the first that hold those of the same names in the
+    second}. `left` is {tensor: the tensor whose bytes it holds}."""
+    by: dict[tuple[int, int], list[str]] = {}
+    for a, b in left.items():
+        i, j = parse_layer_number(a), parse_layer_number(b)
+        if i is not None and j is not None and i != j and LAYER.sub(".#.", a, 1) == LAYER.sub(".#.", b, 1):
+            by.setdefault((i, j), []).append(a)
+    return by
+
+
 def _explain_moved_layers(context: Context, reference: Trace, left: dict[str, str]) -> None:
     """Add a cause for layers in another order.
 
     At least half of a layer's tensors must hold those of the same names in another layer. `left` is {tensor: the tensor
     whose bytes it holds}; the explained tensors are removed from it.
     """
-    by: dict[tuple[int, int], list[str]] = {}
-    for a, b in left.items():
-        i, j = parse_layer_number(a), parse_layer_number(b)
-        if i is not None and j is not None and i != j and LAYER.sub(".#.", a, 1) == LAYER.sub(".#.", b, 1):
-            by.setdefault((i, j), []).append(a)
+    by = _group_by_moved_layer(left)
     sizes = Counter((parse_layer_number(n), parse_component(n)) for n in reference.state if not is_step_counter(n))
     order: dict[int, int] = {}
     names: list[str] = []
@@ -361,7 +368,7 @@ def _explain_moved_layers(context: Context, reference: Trace, left: dict[str, st
     else:
         what = ", ".join(f"layer {i} holds layer {j}" for i, j in sorted(order.items())[:4])
         text = f"layers are in another order ({which}): {what}"
-        every = sorted({i for n in reference.state if (i := parse_layer_number(n)) is not None})
+        every = sorted({k for n in reference.state if (k := parse_layer_number(n)) is not None})
         if all(order.get(i, i) == j for i, j in zip(every, sorted(every, key=str), strict=True)):
             text += "; this is the order of their numbers sorted as text"
     evidence = [f"{count_noun(len(names), 'tensor')} with the fingerprint of the same tensor of another layer"]
@@ -405,12 +412,7 @@ def _explain_moved_layer_parts(context: Context, left: dict[str, str]) -> None:
     At least two tensors of each layer must hold those of the same names in another layer. `left` is {tensor: the tensor
     whose bytes it holds}; the explained tensors are removed from it.
     """
-    by: dict[tuple[int, int], list[str]] = {}
-    for a, b in left.items():
-        i, j = parse_layer_number(a), parse_layer_number(b)
-        if i is not None and j is not None and i != j and LAYER.sub(".#.", a, 1) == LAYER.sub(".#.", b, 1):
-            by.setdefault((i, j), []).append(a)
-    by = {two: names for two, names in by.items() if len(names) > 1}
+    by = {two: names for two, names in _group_by_moved_layer(left).items() if len(names) > 1}
     if not by or len({i for i, _ in by}) < len(by):
         return
     names = [n for group in by.values() for n in group]
