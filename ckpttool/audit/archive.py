@@ -369,8 +369,7 @@ class Archive(Source):
     def signed_files(self) -> Sequence[tuple[str, str]]:
         """Return (member, SHA-256 in hex) of every member that a signature covers, which is all but the signature
         itself."""
-        own = self.sums_sha256
-        return [*self.sums.items(), (plan.SUMS, own)]
+        return [*self.sums.items(), (plan.SUMS, self.sums_sha256)]
 
     def read_retention(self) -> dict[str, Any] | None:
         """Return the content of RETENTION.json, as `retention.decode_retention` returns it; None if there is none.

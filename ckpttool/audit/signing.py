@@ -239,17 +239,13 @@ def _make_difference_error(signed: Any, resources: Sequence[tuple[str, str]]) ->
         "not signed": [n for n in now if n not in then],
         "missing": [n for n in then if n not in now],
     }
-    summary = "; ".join(f"{what}: {_list_first_names(names)}" for what, names in faults.items() if names)
+    first = {what: list_first((printable(n)[:200] for n in sorted(names)), 5) for what, names in faults.items()}
+    summary = "; ".join(f"{what}: {names}" for what, names in first.items() if names)
     return Differs(
         f"{SIGNATURE}: the signature is good, but the files are others than those signed ({summary}). They were "
         "altered afterwards, or the signature is that of another archive.",
         code="CKPT0502",
     )
-
-
-def _list_first_names(names: list[str]) -> str:
-    """Return the first five names, sorted, and the number of the remaining ones, as text for a message."""
-    return list_first((printable(n)[:200] for n in sorted(names)), 5)
 
 
 def _shorten_reason(e: Exception) -> str:

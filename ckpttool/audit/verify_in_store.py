@@ -92,9 +92,8 @@ def verify(
         else:
             name = file
             if file.endswith(ENCRYPTED):
-                spool, name = decrypt_to_spool(
-                    source, file, identities, scratch or _choose_scratch_folder(source), progress
-                )
+                beside = source.root if os.path.isdir(source.root) else "."
+                spool, name = decrypt_to_spool(source, file, identities, scratch or beside, progress)
                 source.close()
                 source = spool
             found = verify_archive(
@@ -231,12 +230,6 @@ class _InStore:
         except (CkpttoolError, OSError):
             if not urls.is_url(self.store) and os.access(os.path.join(self.store, "ledger.jsonl"), os.W_OK):
                 raise
-
-
-def _choose_scratch_folder(source: Source) -> str:
-    """Return the default folder for the decrypted bytes of an archive: the one that contains it, or the current one if
-    it is behind a URL."""
-    return source.root if os.path.isdir(source.root) else "."
 
 
 def _parse_root(text: str) -> str:

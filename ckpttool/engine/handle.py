@@ -238,7 +238,8 @@ class TensorHandle:
         if not nbytes:
             return np.empty(0, "u1")
         files, records, entry = self._locate_box(start, shape)
-        reader = Reader(self._opened.source, files, records, _choose_read_budget(nbytes))
+        budget = IOBudget() if nbytes >= _LARGE else IOBudget(1, 256 << 10)
+        reader = Reader(self._opened.source, files, records, budget)
         if entry.chunks.zstd:
             out = np.empty(nbytes, "u1")
             self._read_compressed(reader, entry, (start, shape), out)
@@ -313,12 +314,6 @@ def locate_chunks(layout: Layout, ckpt: Checkpoint, some: Mapping[str, TensorEnt
             file = found.files[chunk.extent.file]
             check_chunk(name, found.tensors[name].dtype, chunk, file, source.size(file))
     return found
-
-
-def _choose_read_budget(nbytes: int) -> IOBudget:
-    """Choose threads and buffers for reading `nbytes`: the default from 8 MiB on, one thread and small buffers
-    below."""
-    return IOBudget() if nbytes >= _LARGE else IOBudget(1, 256 << 10)
 
 
 def cut_chunks(entry: TensorEntry, box: _Box) -> Chunks:

@@ -25,15 +25,10 @@ def bound_hub_client() -> None:
     import huggingface_hub
     from huggingface_hub.utils import _http
 
-    if _is_bounded(huggingface_hub.get_session()):
+    if _after_response in huggingface_hub.get_session().event_hooks["response"]:  # it is bounded already
         return
     make = getattr(_http, "_GLOBAL_CLIENT_FACTORY", _http.default_client_factory)
     huggingface_hub.set_client_factory(lambda: _bound_client(make()))
-
-
-def _is_bounded(client: Any) -> bool:
-    """Return whether an httpx client already has the hooks of this module."""
-    return _after_response in client.event_hooks["response"]
 
 
 def _bound_client(client: Any) -> Any:

@@ -110,8 +110,7 @@ class LocalDestination(ParallelDestination):
                     f"removed {os.path.basename(folder)}, left by an interrupted run with other options"
                 )
         self._open_folder(found or self._create_folder(mine))
-        have = sum(e.stat().st_blocks * 512 for e in _list_files(self.tree))
-        check_free_space(self.parent, need_bytes, have)
+        check_free_space(self.parent, need_bytes, partial.count_disk_bytes(self.tree))
         if not found:
             self.restart()
 
@@ -500,12 +499,3 @@ _KINDS = {
     stat.S_IFCHR: "a character device",
     stat.S_IFBLK: "a block device",
 }
-
-
-def _list_files(folder: str) -> list[os.DirEntry[str]]:
-    """Return the directory entries of all files below a folder, at any depth."""
-    out: list[os.DirEntry[str]] = []
-    with os.scandir(folder) as entries:
-        for e in entries:
-            out.extend(_list_files(e.path) if e.is_dir(follow_symlinks=False) else [e])
-    return out

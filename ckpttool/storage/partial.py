@@ -38,6 +38,7 @@ __all__ = [
     "LeftoverFiles",
     "clean",
     "clean_command",
+    "count_disk_bytes",
     "describe_restored_target",
     "explain_foreign_folder",
     "holding_lock",
@@ -432,7 +433,7 @@ def _clean_leftovers(leftovers: LeftoverFiles, dry_run: bool, out: Cleaned) -> N
                 if why := explain_foreign_folder(folder):
                     out.kept.append((folder, f"{why}; if you know that it can go: rm -r {shlex.quote(folder)}"))
                     continue
-                size = _count_disk_bytes(folder)
+                size = count_disk_bytes(folder)
                 left = None if dry_run else remove_partial_folder(folder, leftovers.target)
                 if left is None:
                     out.removed.append((folder, size))
@@ -445,7 +446,7 @@ def _clean_leftovers(leftovers: LeftoverFiles, dry_run: bool, out: Cleaned) -> N
         out.kept += [(path, str(e)) for path in folders or [leftovers.lock]]
 
 
-def _count_disk_bytes(folder: str) -> int:
+def count_disk_bytes(folder: str) -> int:
     """Return the disk space that the files below a folder take, in bytes."""
     return sum(
         os.lstat(os.path.join(where, name)).st_blocks * 512 for where, _, names in os.walk(folder) for name in names

@@ -348,7 +348,7 @@ def find_fitting_layout(
     for name, shape in params:
         if (
             len(shape) > 1
-            and not _is_in_list(name.removeprefix(f"{module}."))
+            and not any(p.isdecimal() for p in name.removeprefix(f"{module}.").split("."))
             and first.setdefault(shape, name) != name
         ):
             lookalikes[name] = first[shape]
@@ -382,11 +382,6 @@ def find_fitting_layout(
         if found:
             return next(iter(found.values()))
     return None
-
-
-def _is_in_list(name: str) -> bool:
-    """Tell whether a name has a number among its components, as in a list of modules."""
-    return any(p.isdecimal() for p in name.split("."))
 
 
 def _lay_out_without(

@@ -139,7 +139,12 @@ class _Mapping:
         self.values: dict[str, Value] = {}
         self.recorded: dict[str, str] = {}
         self.made: dict[str, bytes] = {}  # {file that is not of the source: its bytes, if they are not just zeros}
-        self.copies = self._find_copies()
+        self.copies = {
+            n: of
+            for row in found.copied
+            for n in self.weights
+            if (m := row.copy.match(n)) is not None and (of := row.of.named(m)) in self.weights
+        }
         for n in self.copies:
             del self.weights[n]
         self.ways = self._choose_sides()
@@ -149,15 +154,6 @@ class _Mapping:
         )
         self.of_weight: dict[str, list[str]] = {}  # {a weight: what it becomes, or becomes part of}
         self.renamed: dict[str, tuple[str, ...]] = {}  # {first name of a group of the optimizer: its new names}
-
-    def _find_copies(self) -> dict[str, str]:
-        """Find the weights that the source has twice, as the map says: {copy: the weight of which it is one}."""
-        return {
-            n: of
-            for row in self.map.copied
-            for n in self.weights
-            if (m := row.copy.match(n)) is not None and (of := row.of.named(m)) in self.weights
-        }
 
     def _leave_out_copies(self) -> None:
         """Take the copies of weights out of the source, after comparing their bytes with those of the weights.
@@ -353,23 +349,27 @@ class _Mapping:
         self.made[name] = data
         self.ckpt = replace(self.ckpt, files=[*self.ckpt.files, name], sizes=[*self.ckpt.sizes, size])
 
-    def _add_mapped(self, new: Mapping[str, TensorEntry], result: ResolvedGroup, old: Iterable[str]) -> None:
-        """Add tensors to the result; the recorded digest of the old tensor is kept if it is only renamed.
+    def _add_views(
+        self, result: ResolvedGroup, entries: Mapping[Key, TensorEntry], head: Path, tail: Path = ()
+    ) -> None:
+        """Add the tensors that a group of the source's tensors becomes; the recorded digest of a tensor is kept if it
+        is only renamed.
 
         Args:
-            new: {name: tensor}.
-            result: the group that they come from.
-            old: names of the source's tensors that they were made of.
+            result: the group.
+            entries: its tensors.
+            head, tail: what the paths of the new tensors have before and behind the parameter's name.
 
         Raises:
             Unsupported: the result already has one of these names.
         """
+        new = make_views(result, entries, head, tail)
         for name, t in new.items():
             if name in self.tensors:
                 raise Unsupported(f'the map {self.map.name} makes two tensors of the name "{name}".', code="CKPT0310")
             self.tensors[name] = t
         if result.renames:
-            for name in old:
+            for name in (joined(t.path) for t in entries.values()):
                 if name in self.ckpt.recorded:
                     self.recorded[next(iter(new))] = self.ckpt.recorded[name]
 
@@ -387,9 +387,7 @@ class _Mapping:
         for group in groups:
             entries = {key: self.weights[n] for key, n in group.names.items()}
             result = resolve_group(group, {key: t.shape for key, t in entries.items()}, self.sizes, self.map)
-            self._add_mapped(
-                make_views(result, entries, ("model",), ()), result, [joined(t.path) for t in entries.values()]
-            )
+            self._add_views(result, entries, ("model",))
             self.of_weight |= {n: list(result.names.values()) for n in group.names.values()}
             self.notes += result.notes
             if result.sizes.get(PAD):
@@ -474,9 +472,7 @@ class _Mapping:
         for group in groups:
             entries = {key: copies[n] for key, n in group.names.items()}
             result = resolve_group(group, {key: t.shape for key, t in entries.items()}, self.sizes, self.map)
-            self._add_mapped(
-                make_views(result, entries, _MASTER, ()), result, [joined(t.path) for t in entries.values()]
-            )
+            self._add_views(result, entries, _MASTER)
 
     def _copy_component(self, component: str) -> None:
         """Copy a component of the source to the result unchanged."""
@@ -594,9 +590,7 @@ class _Mapping:
         if len(tensors) == len(leaves):
             whole = result.renames or all(t.shape == result.source_shape(key) for key, t in tensors.items())
             if whole:
-                self._add_mapped(
-                    make_views(result, tensors, head, tail), result, [joined(t.path) for t in tensors.values()]
-                )
+                self._add_views(result, tensors, head, tail)
                 return
             if odd := [t for t in tensors.values() if t.numel != 1]:
                 raise Unsupported(

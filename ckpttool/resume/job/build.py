@@ -585,7 +585,7 @@ def _build_optimizer(model: torch.nn.Module, ckpt: Checkpoint, notes: list[str])
             f"which identify no optimizer class of torch. Build the job yourself, with {argument('job')}.",
             code="CKPT0339",
         )
-    params = {n: p for n, p in model.named_parameters()}
+    params = dict(model.named_parameters())
     if not groups:
         if slots:
             notes.append(
@@ -593,14 +593,13 @@ def _build_optimizer(model: torch.nn.Module, ckpt: Checkpoint, notes: list[str])
             )
         return cls([p for p in params.values() if p.requires_grad], lr=1e-3)
     accepted = set(inspect.signature(cls).parameters) - OWN_FLAGS
-    firsts = {n: p for n, p in model.named_parameters(remove_duplicate=False)}
+    firsts = dict(model.named_parameters(remove_duplicate=False))
     made = []
     for group in groups:
         mine = {k: tuple(v) if isinstance(v, list) else v for k, v in group.items() if k in accepted and k != "params"}
         # a tied weight may be listed under its second name
         made.append({**mine, "params": [firsts[n] for n in group["params"] if n in firsts and firsts[n].requires_grad]})
-    out = cls([g for g in made if g["params"]] or made, lr=1e-3)
-    return out
+    return cls([g for g in made if g["params"]] or made, lr=1e-3)
 
 
 def _replace_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str], new: Mapping[str, object]) -> None:

@@ -413,7 +413,7 @@ def _load_checkpoint(
             problem = f"{type(e).__name__}: {e}"
 
     if problem is None:
-        parts = _list_loaded_components(job, trained)
+        parts = ["model", *(("optim",) if trained else ()), *(("scheduler",) if trained and job.scheduler else ())]
         origin = OriginLoad(lacking=dict.fromkeys(parts, ""))
         if settings.loader == "origin":
             origin = plan_origin_load(job, opened, parts, settings.scratch)
@@ -446,11 +446,6 @@ def _load_checkpoint(
     text, rank = next(iter(errors.items()))
     text = "; ".join(" ".join(line.split()).rstrip(".") for line in text.replace(":\n", ": ").splitlines())
     return text if len(errors) == 1 and all(p is not None for p in problems) else f"rank {rank}: {text}"
-
-
-def _list_loaded_components(job: Job, trained: bool) -> list[str]:
-    """List the components that are loaded into a job: "model", and with `trained` also "optim" and "scheduler"."""
-    return ["model", *(("optim",) if trained else ()), *(("scheduler",) if trained and job.scheduler else ())]
 
 
 def _try_origin_readers(origin: OriginLoad) -> str | None:

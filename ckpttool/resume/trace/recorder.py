@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ...errors import UsageError, argument
-from ...live.collectives import gather_objects
+from ...live.collectives import gather_objects, get_rank_and_world_size
 from ...live.job_optimizers import OptimizerList, list_optimizers
 from ...printable import count_noun, list_first, printable
 from .batches import BatchDigest, add_digests, digest_batch, make_batch_fields
@@ -135,7 +135,7 @@ class Recorder:
                 one.register_step_post_hook(self._after_step),
             ]
         known: dict[str, Any] = {
-            "world_size": _get_world_size(),
+            "world_size": get_rank_and_world_size()[1],
             "environment": describe_environment(_get_device_type(model)),
             **about,
         }
@@ -147,7 +147,7 @@ class Recorder:
         if hasattr(scheduler, "state_dict"):
             known.setdefault("scheduler", type(scheduler).__name__)
         self._clip = known.get("clip")
-        if _get_rank() == 0:
+        if get_rank_and_world_size()[0] == 0:
             _cut_incomplete_line(path)
             _append_text(path, format_record_line("start", **known))
 
@@ -463,7 +463,7 @@ class Recorder:
     def _write_record(self, kind: str, **record: object) -> None:
         """Append a record to the file, on rank 0 only; a failure is a warning. `kind` is "start", "state", "step" or
         "lost"."""
-        if _get_rank() == 0:
+        if get_rank_and_world_size()[0] == 0:
             try:
                 _append_text(self._path, format_record_line(kind, **record))
             except (OSError, TypeError, ValueError) as e:
@@ -548,17 +548,3 @@ def _digest_given_batch(batch: object) -> BatchDigest:
 def _get_device_type(model: torch.nn.Module | None) -> str | None:
     """Return the type of the device that the parameters of a model are on, such as "cuda"; None without any."""
     return next((p.device.type for p in model.parameters()), None) if model is not None else None
-
-
-def _get_world_size() -> int:
-    """Return the number of ranks; 1 without torch.distributed."""
-    import torch.distributed as dist
-
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _get_rank() -> int:
-    """Return the number of this rank; 0 without torch.distributed."""
-    import torch.distributed as dist
-
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
