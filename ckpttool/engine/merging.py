@@ -339,47 +339,61 @@ def _choose_adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool)
             f"order: {argument('adapter_name', seen.names[0])}.",
             code="CKPT0208",
         )
+    return {wanted or "": _read_adapter(theirs, request, seen, wanted, given) for wanted in names}
+
+
+def _read_adapter(
+    theirs: OpenCheckpoint, request: MergeRequest, seen: lora.AdapterShape | None, wanted: str | None, given: bool
+) -> _Adapter:
+    """Return an adapter of a checkpoint, with its config. The arguments are those of `_choose_adapters`.
+
+    Args:
+        seen: the adapters in the checkpoint; None if there are none.
+        wanted: name of the adapter; None for the only one.
+
+    Raises:
+        UsageError: there is no adapter of that name, or an option contradicts adapter_config.json.
+        Unsupported: there is no adapter, no config of it, or it cannot be merged.
+    """
+    if wanted is not None and (seen is None or wanted not in seen.names):
+        there = f"its adapters are {', '.join(seen.names)}" if seen and seen.names != ("",) else "none has a name"
+        raise UsageError(
+            f"{argument('adapter_name', wanted)}: {theirs.location} has no such adapter; {there}.", code="CKPT0207"
+        )
+    several = seen is not None and len(seen.names) > 1
+    known = model_files.find_adapter_files(theirs.source, request.config, [], wanted, one_of_several=several)
+    config = None if known is None else known[0]
+    if config is None and seen is None:
+        raise Unsupported(f"{theirs.location} has no adapter: no tensor has lora_* in its name.", code="CKPT0321")
+    if config is None and request.lora_alpha is None:
+        raise model_files.make_missing_config_error(request.config, "adapter_config")
+    if config is not None and request.lora_alpha is not None:
+        raise UsageError(
+            f"{argument('lora_alpha', request.lora_alpha)}: the adapter has an adapter_config.json, which says "
+            f"{str(config.get('lora_alpha'))[:40]}. Leave the option out.",
+            code="CKPT0205",
+        )
+    if config is not None:
+        lora.refuse_unmergeable(config, base_is_given=given)
+    ckpt = theirs.checkpoint
+    reduced = adapters.keep_adapter_only(ckpt, config or {"peft_type": "LORA"}, wanted)
+    found = {t.local_name: t for t in reduced.tensors.values()}
     by_chunks = {id(t.chunks): n for n, t in ckpt.tensors.items()}  # whatever renames a tensor keeps them
-    out: dict[str, _Adapter] = {}
-    for wanted in names:
-        if wanted is not None and (seen is None or wanted not in seen.names):
-            there = f"its adapters are {', '.join(seen.names)}" if seen and seen.names != ("",) else "none has a name"
-            raise UsageError(
-                f"{argument('adapter_name', wanted)}: {theirs.location} has no such adapter; {there}.", code="CKPT0207"
-            )
-        several = seen is not None and len(seen.names) > 1
-        known = model_files.find_adapter_files(theirs.source, request.config, [], wanted, one_of_several=several)
-        config = None if known is None else known[0]
-        if config is None and seen is None:
-            raise Unsupported(f"{theirs.location} has no adapter: no tensor has lora_* in its name.", code="CKPT0321")
-        if config is None and request.lora_alpha is None:
-            raise model_files.make_missing_config_error(request.config, "adapter_config")
-        if config is not None and request.lora_alpha is not None:
-            raise UsageError(
-                f"{argument('lora_alpha', request.lora_alpha)}: the adapter has an adapter_config.json, which says "
-                f"{str(config.get('lora_alpha'))[:40]}. Leave the option out.",
-                code="CKPT0205",
-            )
-        if config is not None:
-            lora.refuse_unmergeable(config, base_is_given=given)
-        reduced = adapters.keep_adapter_only(ckpt, config or {"peft_type": "LORA"}, wanted)
-        found = {t.local_name: t for t in reduced.tensors.values()}
-        stored = {n: by_chunks[id(t.chunks)] for n, t in found.items()}
-        if config is None:
-            assert request.lora_alpha is not None
-            config = lora.make_adapter_config(
-                {n: t.shape for n, t in found.items()},
-                lora_alpha=request.lora_alpha,
-                rslora=request.rslora,
-                base_model=None,
-            )
-        elif request.rslora and not config.get("use_rslora"):
-            raise UsageError(
-                f"{argument('rslora')}: adapter_config.json has use_rslora=false. Leave the option out.",
-                code="CKPT0205",
-            )
-        out[wanted or ""] = _Adapter(theirs, found, stored, config, {} if known is None else known[1])
-    return out
+    stored = {n: by_chunks[id(t.chunks)] for n, t in found.items()}
+    if config is None:
+        assert request.lora_alpha is not None
+        config = lora.make_adapter_config(
+            {n: t.shape for n, t in found.items()},
+            lora_alpha=request.lora_alpha,
+            rslora=request.rslora,
+            base_model=None,
+        )
+    elif request.rslora and not config.get("use_rslora"):
+        raise UsageError(
+            f"{argument('rslora')}: adapter_config.json has use_rslora=false. Leave the option out.",
+            code="CKPT0205",
+        )
+    return _Adapter(theirs, found, stored, config, {} if known is None else known[1])
 
 
 def _describe_left_files(base: OpenCheckpoint, chosen: Mapping[str, _Adapter], config: str | None) -> list[str]:
