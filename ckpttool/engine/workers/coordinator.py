@@ -34,6 +34,7 @@ from ...storage.buffers import DEFAULT_BUDGET, IOBudget
 from ...storage.destination_protocol import ParallelDestination, write_error
 from ...storage.local_file import write_all_at
 from ...storage.overlay import ComputedSource
+from ...storage.source import Source
 from ...storage.urls import make_absolute
 from ..copy.fill import Progress, record_cast_losses
 from ..copy.stream import Block, Reader
@@ -106,22 +107,7 @@ def fill_with_workers(
     destination.stop_sharing()
     _check_shared_records(opened, parts, results, budget)
 
-    # put together what they answered, in the order of the draft
-    digests: dict[str, str] = {}
-    crcs: dict[int, list[Written]] = {i: [] for i in range(len(draft.files))}
-    fringes: dict[int, list[tuple[int, str]]] = {}
-    for part in parts:
-        found = results[part.number]
-        digests |= found["digests"]
-        record_cast_losses(draft, found.get("lost", {}))
-        if isinstance(opened.source, ComputedSource):
-            opened.source.measured |= found.get("measured", {})
-        for file, pieces in found["fringes"].items():
-            fringes.setdefault(int(file), []).extend(pieces)
-        for file, rows in found["crcs"].items():
-            crcs[int(file)] += [(name, row, crc) for name, row, crc in rows]
-    for name, other in draft.aliases.items():
-        digests[name] = digests[other]
+    digests, crcs, fringes = _merge_answers(draft, opened.source, [results[part.number] for part in parts])
 
     # what lies between the chunks of several workers
     if cells:
@@ -144,6 +130,36 @@ def fill_with_workers(
         "nodes": nodes,
     }
     return digests, facts
+
+
+def _merge_answers(
+    draft: Draft, source: Source, answers: Iterable[Json]
+) -> tuple[dict[str, str], dict[int, list[Written]], dict[int, list[tuple[int, str]]]]:
+    """Put together what workers answered that filled parts of a draft, and record what casts lost and what was
+    measured.
+
+    Args:
+        answers: in the order of the draft.
+
+    Returns:
+        ({tensor: digest}, {number of a file: the chunks that were written to it}, {number of a file: (offset, base64)
+            of the bytes that are still to be written to it}).
+    """
+    digests: dict[str, str] = {}
+    crcs: dict[int, list[Written]] = {i: [] for i in range(len(draft.files))}
+    fringes: dict[int, list[tuple[int, str]]] = {}
+    for found in answers:
+        digests |= found["digests"]
+        record_cast_losses(draft, found.get("lost", {}))
+        if isinstance(source, ComputedSource):
+            source.measured |= found.get("measured", {})
+        for file, pieces in found["fringes"].items():
+            fringes.setdefault(int(file), []).extend(pieces)
+        for file, rows in found["crcs"].items():
+            crcs[int(file)] += [(name, row, crc) for name, row, crc in rows]
+    for name, other in draft.aliases.items():
+        digests[name] = digests[other]
+    return digests, crcs, fringes
 
 
 def explain_one_process(draft: Draft, job: Json | None, sharable: bool, in_store: bool) -> str | None:
