@@ -158,7 +158,7 @@ def _make_input(opened: OpenCheckpoint, where: str, count: int) -> _Input:
     tensors = {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"}
     if not tensors:
         raise Unsupported(f"{where} holds no weights.", code="CKPT0317")
-    codes = encodings.find_in_checkpoint(ckpt, encodings.read_quantization_config(ckpt, opened.source))
+    codes = encodings.find_codes(ckpt, opened.source)
     objects = (n for n, c in find_composites(ckpt).items() if c.path[0] == "model")
     others = (n for n, t in tensors.items() if t.dtype not in FLOATING and _is_float_or_complex(t.dtype))
     odd = next((n for names in (others, codes.weights, objects) for n in names), None)

@@ -319,7 +319,7 @@ def _describe_next_step(opened: OpenCheckpoint, path: str) -> str:
 def _describe_encoding(opened: OpenCheckpoint) -> dict[str, object] | None:
     """Describe weights that are stored as codes, as `Summary.encoding` has it; None where there are none."""
     ckpt = opened.checkpoint
-    found = encodings.find_in_checkpoint(ckpt, encodings.read_quantization_config(ckpt, opened.source))
+    found = encodings.find_codes(ckpt, opened.source)
     if not found:
         return None
     from .transform.decoding_weights import count_parameters  # which loads what reads tensors

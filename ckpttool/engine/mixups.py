@@ -50,6 +50,7 @@ __all__ = [
     "explain_diverged_replicas",
     "find_diverged_replicas",
     "list_dropped_replicas",
+    "read_steps",
     "refuse_diverged_replicas",
     "refuse_equal_ranks",
     "refuse_misplaced_files",
@@ -463,9 +464,9 @@ def refuse_mixed_steps(ckpt: Checkpoint, source: Source) -> None:
         return  # equal CRC32s of one number each: equal numbers, and nothing was read
     if source.count_unproved()[0]:  # in a store: two of each file, and all of them if these differ
         few = [n for of in _group_names_by(names, file).values() for n in of[:2]]
-        if len(set(_read_steps(ckpt, source, few, file).values())) == 1:
+        if len(set(read_steps(ckpt, source, few).values())) == 1:
             return
-    steps = _read_steps(ckpt, source, names, file)
+    steps = read_steps(ckpt, source, names)
     groups = _map_steps_to_groups(ckpt, names)
     text = ""
     for place in (file, {n: ckpt.ranks[f] for n, f in file.items()}):
@@ -497,18 +498,14 @@ def _group_names_by(names: Iterable[str], key: Mapping[str, int]) -> dict[int, l
     return out
 
 
-def _read_steps(
-    ckpt: Checkpoint, source: Source, names: Sequence[str], file: Mapping[str, int]
-) -> dict[str, float | int | None]:
+def read_steps(ckpt: Checkpoint, source: Source, names: Sequence[str]) -> dict[str, float | int | None]:
     """Read optimizer steps, which are tensors of one number.
-
-    Args:
-        file: {name: number of the file that it is in}.
 
     Returns:
         {name: step}; None for a step of an unknown dtype.
     """
-    source.prefetch((ckpt.files[file[n]], *ckpt.tensors[n].chunks[0].extent[1:]) for n in names)
+    extents = (ckpt.tensors[n].chunks[0].extent for n in names)
+    source.prefetch((ckpt.files[e.file], e.offset, e.length) for e in extents)
     return {n: decode_number(ckpt.tensors[n].dtype, d) for n, d in read_small_tensors(ckpt, source, names).items()}
 
 

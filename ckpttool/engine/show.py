@@ -75,8 +75,7 @@ def select_entries(opened: OpenCheckpoint, asked: Sequence[str]) -> Iterator[Sel
         UsageError: nothing has such a name, or the index does not fit the tensor.
     """
     ckpt = opened.checkpoint
-    config = encodings.read_quantization_config(ckpt, opened.source if opened.folder else None)
-    codes = encodings.find_in_checkpoint(ckpt, config)
+    codes = encodings.find_codes(ckpt, opened.source if opened.folder else None)
     every = [*ckpt.tensors, *ckpt.values]
     for text in asked:
         name, index = text, ""

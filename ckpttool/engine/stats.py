@@ -236,8 +236,7 @@ def stats(
         counter = StatisticsCounter(ckpt.tensors, exponents)
         digests = digest_with_workers(opened, path, options, crew, progress, "stats", statistics=counter)
         opened.source.assert_unchanged()
-        config = encodings.read_quantization_config(ckpt, opened.source if opened.folder else None)
-        codes = encodings.find_in_checkpoint(ckpt, config)
+        codes = encodings.find_codes(ckpt, opened.source if opened.folder else None)
         rows = [
             StatisticsRow(
                 n, 1, t.dtype, t.shape, counter.found.get(n, TensorStatistics()),

@@ -52,6 +52,7 @@ __all__ = [
     "Fault",
     "advise_dequantizing",
     "describe_schemes",
+    "find_codes",
     "find_in_checkpoint",
     "find_in_tensors",
     "find_parameter_shapes",
@@ -282,6 +283,12 @@ def _iterate_configs(ckpt: Checkpoint, source: Source | None) -> Iterator[Config
             yield found
             if isinstance(text := found.get("text_config"), dict):
                 yield text
+
+
+def find_codes(ckpt: Checkpoint, source: Source | None) -> Encodings:
+    """Find the encoded weights of a checkpoint as the config next to it declares them. The arguments are those of
+    `read_quantization_config`."""
+    return find_in_checkpoint(ckpt, read_quantization_config(ckpt, source))
 
 
 def find_in_checkpoint(ckpt: Checkpoint, config: Config | None) -> Encodings:

@@ -243,8 +243,7 @@ class LiveReader:
             Unsupported: a box would be cast; with the first such tensor.
         """
         cast = [w for w in wanted if str(w.target.dtype) != f"torch.{self.ckpt.tensors[w.name].dtype}"]
-        config = encodings.read_quantization_config(self.ckpt, None)
-        codes = encodings.find_in_checkpoint(self.ckpt, config) if cast else encodings.Encodings()
+        codes = encodings.find_codes(self.ckpt, None) if cast else encodings.Encodings()
         for w in cast:
             if said := codes.describe(w.name):
                 raise Unsupported(

@@ -119,8 +119,7 @@ def find_lost_random_states(at: Examined) -> list[Finding]:
 def find_quantised_weights(at: Examined) -> list[Finding]:
     """Find quantised weights (codes with scales), quantised weights that are incomplete, and a config.json that says
     that weights are quantised when none is."""
-    config = encodings.read_quantization_config(at.ckpt, at.source if at.opened.folder else None)
-    found = encodings.find_in_checkpoint(at.ckpt, config)
+    found = encodings.find_codes(at.ckpt, at.source if at.opened.folder else None)
     out = [
         Finding(
             ENCODING,

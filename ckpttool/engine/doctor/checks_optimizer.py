@@ -10,7 +10,6 @@ from collections import Counter
 from ... import layouts
 from ...bounded_json import parse
 from ...errors import CkpttoolError, Corrupt
-from ...formats.stored_tensors import decode_number
 from ...index.checkpoint import Checkpoint, find_orphaned_optimizer_state, joined
 from ...index.names import step_count
 from ...index.optimizers import describe_incomplete_state, describe_lost_slots, find_lost_slots
@@ -21,7 +20,6 @@ from ...index.param_groups import (
     list_names_by_group,
 )
 from .. import mixups
-from ..copy.stream import read_small_tensors
 from ..opening import OpenOptions, open_checkpoint
 from .checks import Examined, check
 from .findings import DAMAGE, MISMATCH, NOTE, Finding, define_kind
@@ -179,12 +177,7 @@ def read_optimizer_steps(at: Examined) -> dict[str, float]:
     names = [n for n, t in ckpt.tensors.items() if t.is_optimizer_state and t.path[-1] == "step" and t.numel == 1][
         :_MOST_STEPS
     ]
-    at.source.prefetch(
-        (ckpt.files[ckpt.tensors[n].chunks.file[0]], *ckpt.tensors[n].chunks[0].extent[1:]) for n in names
-    )
-    found = {
-        n: decode_number(ckpt.tensors[n].dtype, data) for n, data in read_small_tensors(ckpt, at.source, names).items()
-    }
+    found = mixups.read_steps(ckpt, at.source, names)
     out: dict[str, float | int] = {n: step for n, step in found.items() if step is not None}
     for v in ckpt.values.values():
         if v.is_optimizer_state and v.path[-1] == "step" and type(v.data) in (int, float):

@@ -128,9 +128,9 @@ def _find_config(
 def _find_quantised_weight(opened: OpenCheckpoint) -> str | None:
     """Return the name of the first weight that is stored as codes (quantised); None where there is none."""
     ckpt = opened.checkpoint
-    config = encodings.read_quantization_config(ckpt, opened.source if opened.folder else None)
+    codes = encodings.find_codes(ckpt, opened.source if opened.folder else None)
     coded = [n for n, c in find_composites(ckpt).items() if c.path[0] == "model"]
-    return next(iter([*encodings.find_in_checkpoint(ckpt, config).weights, *coded]), None)
+    return next(iter([*codes.weights, *coded]), None)
 
 
 def _refuse_quantised_weights(label: str, opened: OpenCheckpoint) -> None:

@@ -118,7 +118,7 @@ def _refuse_quantised_tensors(ckpt: Checkpoint, beside: Source | None, chosen: M
     Raises:
         Unsupported: there is such a tensor; the message names the first.
     """
-    codes = encodings.find_in_checkpoint(ckpt, encodings.read_quantization_config(ckpt, beside))
+    codes = encodings.find_codes(ckpt, beside)
     parts = {joined(t.path) for c in find_composites(ckpt).values() for t in c.tensors.values()}
     for name in chosen:
         if name in parts or codes.describe(name):
