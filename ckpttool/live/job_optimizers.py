@@ -9,6 +9,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DoesNotFit, UsageError
+from ..index.fqns import strip_wrappers
 from .live_values import fit_to_live
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ __all__ = [
     "create_optimizer_state",
     "get_saved_groups_and_state",
     "is_machine_error",
+    "list_fqns_by_parameter",
     "list_optimizers",
     "make_options_restorer",
     "map_parameters_to_optimizers",
@@ -37,6 +39,16 @@ OWN_FLAGS = frozenset(("foreach", "fused", "capturable", "differentiable"))
 ParamGroup = dict[str, Any]
 #: [(live param group, the checkpoint's group with its options)]
 Plans = Sequence[tuple[ParamGroup, ParamGroup]]
+
+
+def list_fqns_by_parameter(model: torch.nn.Module) -> dict[int, list[str]]:
+    """Return {id() of a parameter: its FQNs, of which a tied parameter has several}."""
+    raw = list(model.named_parameters(remove_duplicate=False))
+    clean = strip_wrappers(n for n, _ in raw)
+    out: dict[int, list[str]] = {}
+    for n, p in raw:
+        out.setdefault(id(p), []).append(clean[n])
+    return out
 
 
 def is_machine_error(error: Exception) -> bool:

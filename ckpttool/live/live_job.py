@@ -24,7 +24,6 @@ from ..errors import Differs, DoesNotFit, Unsupported, UsageError, argument
 from ..formats.pickles import short
 from ..index.checkpoint import Path, TensorEntry, Value, joined, same_bytes
 from ..index.composites import MARK
-from ..index.fqns import strip_wrappers
 from ..index.trees import nest
 from ..printable import list_first
 from . import job_optimizers
@@ -285,16 +284,8 @@ class LiveJob:
 
     def _find_tied_names(self) -> dict[str, list[str]]:
         """Return {FQN of a parameter: the other FQNs of the same parameter, [] if it is not tied}."""
-        return {n: [m for m in group if m != n] for group in self._list_fqns_by_parameter().values() for n in group}
-
-    def _list_fqns_by_parameter(self) -> dict[int, list[str]]:
-        """Return {id() of a parameter: its FQNs, of which a tied parameter has several}."""
-        raw = list(self.model.named_parameters(remove_duplicate=False))
-        clean = strip_wrappers(n for n, _ in raw)
-        out: dict[int, list[str]] = {}
-        for n, p in raw:
-            out.setdefault(id(p), []).append(clean[n])
-        return out
+        groups = job_optimizers.list_fqns_by_parameter(self.model).values()
+        return {n: [m for m in group if m != n] for group in groups for n in group}
 
     # ------------------------------------------------------------------------------------------------------ optimizer
 
@@ -312,7 +303,7 @@ class LiveJob:
                 f"{self.opened.path} has no optimizer state. Pass optimizer=None to load only the weights.",
                 code="CKPT0338",
             )
-        names = self._list_fqns_by_parameter()
+        names = job_optimizers.list_fqns_by_parameter(self.model)
         state: dict[str, dict[str, str]] = {}  # FQN -> name of a leaf of its state -> canonical name
         for n, e in self.entries.items():
             if e.slot is not None:

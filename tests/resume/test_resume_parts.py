@@ -64,12 +64,12 @@ def test_a_rank_without_a_micro_batch_of_its_own_repeats_one_that_does_not_count
 
 def test_the_digest_of_a_batch_knows_its_rows_and_not_their_order_or_their_ranks() -> None:
     rows = np.arange(24).reshape(4, 6)
-    whole = batches.digest_rows(rows)
-    assert batches.digest_rows(rows[::-1]) == whole
-    assert (batches.digest_rows(rows[:1]) + batches.digest_rows(rows[1:])) % (1 << 128) == whole
-    assert batches.digest_rows(rows.astype("i4")) == whole
-    assert batches.digest_rows(rows + 1) != whole
-    assert batches.digest_rows(np.concatenate([rows, rows[:1]])) != whole
+    whole = batches.digest_and_mark_rows(rows)[0]
+    assert batches.digest_and_mark_rows(rows[::-1])[0] == whole
+    assert (batches.digest_and_mark_rows(rows[:1])[0] + batches.digest_and_mark_rows(rows[1:])[0]) % (1 << 128) == whole
+    assert batches.digest_and_mark_rows(rows.astype("i4"))[0] == whole
+    assert batches.digest_and_mark_rows(rows + 1)[0] != whole
+    assert batches.digest_and_mark_rows(np.concatenate([rows, rows[:1]]))[0] != whole
 
 
 def test_the_digest_of_samples_covers_every_tensor_and_which_belong_together() -> None:
@@ -105,7 +105,7 @@ def test_the_digest_of_samples_covers_every_tensor_and_which_belong_together() -
     assert batches.make_batch_fields([]) == {"batch": None, "inputs": {}, "samples": None, "rows": []}
     ids = torch.arange(12).reshape(4, 3)
     tokens = batches.make_batch_fields([batches.digest_batch({"input_ids": ids, "mask": batch["mask"]})])
-    assert tokens["batch"] == f"{batches.digest_rows(ids.numpy()):032x}", "as earlier recordings have it"
+    assert tokens["batch"] == f"{batches.digest_and_mark_rows(ids.numpy())[0]:032x}", "as earlier recordings have it"
     assert "".join(tokens["rows"]) == batches.digest_and_mark_rows(ids.numpy())[1]
 
 
@@ -349,7 +349,7 @@ def test_a_recorder_writes_what_the_optimizer_did_in_numbers_that_are_not_rounde
     (step,) = trace.steps
     assert trace.dropout and trace.global_batch == 2 and trace.clip == 0.01 and trace.world_size == 1
     assert step.loss == loss.item() and step.tokens == 4 and step.learning_rates == [0.1]
-    assert step.grad_norm == float(norm) and step.batch == f"{batches.digest_rows(ids.numpy()):032x}"
+    assert step.grad_norm == float(norm) and step.batch == f"{batches.digest_and_mark_rows(ids.numpy())[0]:032x}"
     assert step.grads == {n: pytest.approx(float(g.norm()), rel=1e-6) for n, g in grads.items()}, "before clipping"
     moved = {n: float((p.detach() - before[n]).norm()) for n, p in model.named_parameters() if p.requires_grad}
     assert step.updates == {n: pytest.approx(v, rel=1e-6) for n, v in moved.items()}

@@ -34,7 +34,6 @@ __all__ = [
     "check_data_exists",
     "digest_and_mark_rows",
     "digest_batch",
-    "digest_rows",
     "list_micro_batches",
     "make_batch_fields",
     "open_data",
@@ -77,21 +76,13 @@ def list_micro_batches(
     return out
 
 
-def digest_rows(rows: Iterable[object]) -> int:
-    """Compute the digest of rows of tokens: the sum of each row's BLAKE3 mod 2^128.
-
-    It depends neither on the order of the rows nor on their distribution over ranks; the digests of parts add up to
-    that of all rows.
-    """
-    return digest_and_mark_rows(rows)[0]
-
-
 def digest_and_mark_rows(rows: Iterable[object]) -> tuple[int, str]:
-    """Return (digest of rows of tokens as from `digest_rows`, their marks one after the other).
+    """Return (digest of rows of tokens, their marks one after the other).
 
-    A mark is the first 48 bits of the row's BLAKE3 in base64, 8 characters: 4096 rows are 32 KiB of JSON, and among a
-    million rows two have the same by chance once in 500. Marks explain how batches differ; the digest decides whether
-    they differ.
+    The digest is the sum of each row's BLAKE3 mod 2^128. It depends neither on the order of the rows nor on their
+    distribution over ranks; the digests of parts add up to that of all rows. A mark is the first 48 bits of the row's
+    BLAKE3 in base64, 8 characters: 4096 rows are 32 KiB of JSON, and among a million rows two have the same by chance
+    once in 500. Marks explain how batches differ; the digest decides whether they differ.
     """
     import numpy as np
     from blake3 import blake3
@@ -108,9 +99,10 @@ class BatchDigest(NamedTuple):
     """The digest of samples: sums mod 2^128 of hashes of each sample, so that their order does not matter, and those of
     ranks add up.
 
-    `keys` has one for every tensor of a sample, {key: sum}; that of input_ids is what `digest_rows` gives. `whole` is
-    that of whole samples, in which it matters which tensors belong together; None if it is not known. `marks` are those
-    of the rows, as `digest_and_mark_rows` has them: of input_ids, or of whole samples where there are none.
+    `keys` has one for every tensor of a sample, {key: sum}; that of input_ids is as from `digest_and_mark_rows`.
+    `whole` is that of whole samples, in which it matters which tensors belong together; None if it is not known.
+    `marks` are those of the rows, as `digest_and_mark_rows` has them: of input_ids, or of whole samples where there are
+    none.
     """
 
     keys: dict[str, int]

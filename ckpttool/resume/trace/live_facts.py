@@ -12,11 +12,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from ...extras import get_installed_version
 from ...live.collectives import gather_objects
-from ...live.job_optimizers import OWN_FLAGS, OptimizerList, ParamGroup
+from ...live.job_optimizers import OWN_FLAGS, OptimizerList, ParamGroup, list_fqns_by_parameter
 from ...live.live_values import iterate_leaves
 from .fingerprint import get_local_shard, is_counted_on_this_rank, sum_over_ranks
 from .numerics import read_numerics
@@ -227,14 +227,7 @@ def _to_plain_option(x: Any) -> object:
 
 def list_tied_names(model: torch.nn.Module) -> list[list[str]]:
     """List the FQNs of each parameter that has several: [["lm_head.weight", "model.embed_tokens.weight"]]."""
-    from ...index.fqns import strip_wrappers
-
-    names: dict[int, list[str]] = {}
-    every = dict(model.named_parameters(remove_duplicate=False))
-    clean = strip_wrappers(every)
-    for n, p in every.items():
-        names.setdefault(id(p), []).append(clean[n])
-    return sorted(sorted(n) for n in names.values() if len(n) > 1)
+    return sorted(sorted(names) for names in list_fqns_by_parameter(model).values() if len(names) > 1)
 
 
 def read_model_config(model: torch.nn.Module) -> dict[str, Any] | None:
@@ -391,16 +384,10 @@ def _find_loaded_packages() -> dict[str, str]:
     """Return {name: version} of the packages that this process has imported under their installed names, sorted by
     name."""
     names = sorted({module.partition(".")[0] for module in list(sys.modules)} - sys.stdlib_module_names)
-    return {name: version for name in names if (version := _find_version(name)) is not None}
+    return {name: version for name in names if (version := _get_cached_version(name)) is not None}
 
 
-@cache
-def _find_version(package: str) -> str | None:
-    """Return the version of an installed package; None if none has this name."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+_get_cached_version = cache(get_installed_version)
 
 
 def choose_collective_device(model: torch.nn.Module | None) -> torch.device:

@@ -74,12 +74,12 @@ class Step:
     `step` counts from 1 over the whole training, so that the one after a checkpoint of step n is n + 1. `loss` is the
     mean over the tokens of the global batch. `grad_norm` and `grads` {FQN: norm} are before clipping, `updates` {FQN:
     norm} and `update_norm` of what the optimizer added to the parameters. `learning_rates` has the one used in this
-    step for each param group. `batch` is the digest of the global batch's input_ids (`batches.digest_rows`), `inputs`
-    {key: digest} those of its other tensors, and `samples` that of whole samples (`batches.digest_batch`). `rows` are
-    the marks of the rows of each data-parallel rank (`batches.split_marks`). `losses` is the global loss as each rank
-    has it. `grad_sketches` and `update_sketches` are the sketches of the tensors of `grads` and `updates`, in their
-    order, each over the tensor's norm (sketches.py). `seconds` is forward, backward, clipping and the optimizer,
-    without the measurements.
+    step for each param group. `batch` is the digest of the global batch's input_ids
+    (`batches.digest_and_mark_rows`), `inputs` {key: digest} those of its other tensors, and `samples` that of whole
+    samples (`batches.digest_batch`). `rows` are the marks of the rows of each data-parallel rank
+    (`batches.split_marks`). `losses` is the global loss as each rank has it. `grad_sketches` and `update_sketches` are
+    the sketches of the tensors of `grads` and `updates`, in their order, each over the tensor's norm (sketches.py).
+    `seconds` is forward, backward, clipping and the optimizer, without the measurements.
     """
 
     step: int
