@@ -34,7 +34,7 @@ Without such a file the same follows from the names and shapes of the model in o
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import combinations
 from math import prod
@@ -353,23 +353,27 @@ def find_fitting_layout(
         ):
             lookalikes[name] = first[shape]
     maybe = [n for n in lookalikes if n not in known][:16]
-    # what is known to be tied, then nothing
-    sets: list[tuple[str, ...]] = [tuple(known)] + ([()] if known else [])
-    for left_out in sets:
+    owners = {**lookalikes, **known}
+
+    def iterate_fits(left_out: Collection[str]) -> Iterator[Flat]:
+        """Yield the layouts that agree and that have the parameters in `left_out` as tied names alone."""
+        kept = [(n, s) for n, s in params if n not in left_out]
+        shared = [(n, owners[n]) for n, _ in params if n in left_out]
         for align in aligns:
-            flat = _lay_out_without(module, params, left_out, align, shards, dtype, {**lookalikes, **known})
+            flat = lay_out_flat_parameter(module, kept, align, shards, dtype, shared)
             if fits(flat):
-                return flat
+                yield flat
+
+    # what is known to be tied, then nothing
+    for left_out in [known, {}] if known else [{}]:
+        if (flat := next(iterate_fits(left_out), None)) is not None:
+            return flat
     # as few as possible of those that may be tied
     for k in range(1, min(len(maybe), 4) + 1):
         found: dict[tuple[FlatPart, ...], Flat] = {}
-        for left_out in combinations(maybe, k):
-            for align in aligns:
-                flat = _lay_out_without(
-                    module, params, (*known, *left_out), align, shards, dtype, {**lookalikes, **known}
-                )
-                if fits(flat):
-                    found.setdefault(flat.parts, flat)
+        for more in combinations(maybe, k):
+            for flat in iterate_fits({*known, *more}):
+                found.setdefault(flat.parts, flat)
         if len(found) > 1:
             ways = " or ".join(
                 ", ".join(f'"{n}"' for n, _ in params if n not in {p.name for p in f.parts}) for f in found.values()
@@ -382,32 +386,6 @@ def find_fitting_layout(
         if found:
             return next(iter(found.values()))
     return None
-
-
-def _lay_out_without(
-    module: str,
-    params: Sequence[tuple[str, Shape]],
-    left_out: Sequence[str],
-    align: int,
-    shards: int,
-    dtype: str | None,
-    lookalikes: Mapping[str, str],
-) -> Flat:
-    """Lay out a flat parameter without the parameters in `left_out`; those of them that are in `lookalikes` become its
-    shared (tied) names.
-
-    Args:
-        lookalikes: {name: the name that it is tied to, if it is left out}.
-    """
-    gone = set(left_out)
-    return lay_out_flat_parameter(
-        module,
-        [(n, s) for n, s in params if n not in gone],
-        align,
-        shards,
-        dtype,
-        [(n, lookalikes[n]) for n, _ in params if n in gone and n in lookalikes],
-    )
 
 
 # ----------------------------------------------------------------------------------------------------------- JSON
