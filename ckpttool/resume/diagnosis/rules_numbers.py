@@ -24,7 +24,7 @@ from ..compare.differences import (
     measure_tensor_deviations,
 )
 from ..text import describe_selection, parse_fqn, to_readable_name
-from ..trace.model import Step, Trace
+from ..trace.model import Step
 from .context import Context
 from .kinds import CauseKind
 
@@ -126,14 +126,14 @@ def explain_step_numbers(context: Context) -> None:
     Differences between the two environments are added to their evidence.
     """
     before = len(context.out)
-    _explain_deviating_numbers(context, context.expected)
+    _explain_deviating_numbers(context)
     for cause in context.out[before:]:
-        cause.evidence.extend(_describe_environment_changes(context, context.expected))
+        cause.evidence.extend(_describe_environment_changes(context))
 
 
-def _explain_deviating_numbers(context: Context, reference: Trace) -> None:
+def _explain_deviating_numbers(context: Context) -> None:
     """Add causes for logits, losses, gradients and updates that deviate, without those that earlier causes explain."""
-    first = find_first_common_step(reference, context.got)
+    first = find_first_common_step(context.expected, context.got)
     weights, data = "weights" in context.explained, "data" in context.explained
     same = context.passed("state.digests") and context.passed("state.names")
     if "probe.logits" in context.failed and not weights:
@@ -152,8 +152,8 @@ def _explain_deviating_numbers(context: Context, reference: Trace) -> None:
         context.explained.add("weights")
     elif "step1.loss" in context.failed and not weights and not data:
         evidence = context.failed_texts("step1.loss", "step1.grad_norm")
-        if reference.dropout or context.got.dropout:
-            _explain_dropout(context, reference, evidence)
+        if context.expected.dropout or context.got.dropout:
+            _explain_dropout(context, evidence)
         elif same and context.passed("step1.batch") and (apart := _find_small_logit_deviation(context)):
             text = (
                 f"weights and batch are equal, the logits deviate by {apart:.2g}, which is within their bound, and the "
@@ -186,14 +186,14 @@ def _explain_deviating_numbers(context: Context, reference: Trace) -> None:
         weights = True
     if first is None:
         return
-    _explain_frozen_parameters(context, reference, *first)
+    _explain_frozen_parameters(context, *first)
     ruled_out = weights or data or "gradients" in context.explained
     if not ruled_out and _GRADIENTS & context.failed.keys():
-        _explain_gradients(context, reference, *first)
+        _explain_gradients(context, *first)
         ruled_out = True
     if not ruled_out and "optimizer" not in context.explained:
         if _UPDATES & context.failed.keys():
-            _explain_updates(context, reference, *first)
+            _explain_updates(context, *first)
         elif not context.out and (later := [n for n in context.failed if n.startswith("steps.")]):
             kind, text = CauseKind.LATER_STEPS, "something random is not the same, or noise grows"
             if first[0].update_norm is None and not first[0].updates:
@@ -218,11 +218,11 @@ def _find_small_logit_deviation(context: Context) -> float | None:
     return logits.number if loss <= _ALIKE * logits.number else None
 
 
-def _explain_dropout(context: Context, reference: Trace, evidence: list[str]) -> None:
+def _explain_dropout(context: Context, evidence: list[str]) -> None:
     """Add a cause about dropout or its random numbers; none if dropout is equal and an earlier cause is about random
     states."""
-    a, b = (t.environment.get("dropout_probabilities") for t in (reference, context.got))
-    if reference.dropout != context.got.dropout:
+    a, b = (t.environment.get("dropout_probabilities") for t in (context.expected, context.got))
+    if context.expected.dropout != context.got.dropout:
         now, was = ("on", "off") if context.got.dropout else ("off", "on")
         text = f"dropout is {now} in this job and was {was} in the reference"
     elif a is not None and b is not None and a != b:
@@ -237,17 +237,17 @@ def _explain_dropout(context: Context, reference: Trace, evidence: list[str]) ->
     context.add(CauseKind.DROPOUT, text, evidence)
 
 
-def _describe_environment_changes(context: Context, reference: Trace) -> list[str]:
+def _describe_environment_changes(context: Context) -> list[str]:
     """Return texts about the package versions, GPU, CUDA and attention kernels that differ from the reference's."""
-    a, b = reference.environment, context.got.environment
-    packages = find_package_differences(reference, context.got).items()
+    a, b = context.expected.environment, context.got.environment
+    packages = find_package_differences(context.expected, context.got).items()
     out = [list_first([f"{n} is {ours} and was {theirs}" for n, (theirs, ours) in packages], 5)] if packages else []
     return out + [
         f"{k} is {b[k]} and was {a[k]}" for k in ("gpu", "cuda", "attention") if k in a and k in b and a[k] != b[k]
     ]
 
 
-def _explain_frozen_parameters(context: Context, reference: Trace, a: Step, b: Step) -> None:
+def _explain_frozen_parameters(context: Context, a: Step, b: Step) -> None:
     """Add a cause for parameters that the first step does not update, though the reference's does.
 
     `a` is that step of the reference, `b` that of the run.
@@ -256,11 +256,13 @@ def _explain_frozen_parameters(context: Context, reference: Trace, a: Step, b: S
         return
     still = [n for n, v in a.updates.items() if v > 0 and b.updates.get(n) == 0]
     still += [
-        n for n, v in a.updates.items() if v > 0 and n not in b.updates and not any(n in g for g in reference.tied)
+        n
+        for n, v in a.updates.items()
+        if v > 0 and n not in b.updates and not any(n in g for g in context.expected.tied)
     ]
     if not still or set(still) <= {m for c in context.out for n in c.tensors for m in (n, parse_fqn(n))}:
         return
-    if set(_list_deviating_tensors(context, reference, a, b, updates=False)) <= set(still):
+    if set(_list_deviating_tensors(context, a, b, updates=False)) <= set(still):
         context.explained.add("gradients")
     every = list(a.updates)
     which = "no tensor is" if len(still) == len(every) else f"{describe_selection(still, every, 'tensors')} not"
@@ -277,13 +279,13 @@ def _explain_frozen_parameters(context: Context, reference: Trace, a: Step, b: S
     context.add(CauseKind.FROZEN, text, context.failed_texts("step1.worst_update"), still)
 
 
-def _explain_gradients(context: Context, reference: Trace, a: Step, b: Step) -> None:
+def _explain_gradients(context: Context, a: Step, b: Step) -> None:
     """Add a cause for gradients that differ in the first step though the loss is equal.
 
     `a` is that step of the reference, `b` that of the run.
     """
     evidence = context.failed_texts(*sorted(_GRADIENTS))
-    found = _list_deviating_tensors(context, reference, a, b, updates=False)
+    found = _list_deviating_tensors(context, a, b, updates=False)
     if not found:
         context.add(
             CauseKind.GRADIENTS, "the loss is equal and the gradients are not: how they are reduced or scaled", evidence
@@ -303,7 +305,7 @@ def _explain_gradients(context: Context, reference: Trace, a: Step, b: Step) -> 
         context.add(CauseKind.GRADIENTS, text, evidence, found)
 
 
-def _explain_updates(context: Context, reference: Trace, a: Step, b: Step) -> None:
+def _explain_updates(context: Context, a: Step, b: Step) -> None:
     """Add a cause for updates that differ in the first step though gradients are equal.
 
     `a` is that step of the reference, `b` that of the run.
@@ -312,7 +314,7 @@ def _explain_updates(context: Context, reference: Trace, a: Step, b: Step) -> No
     if a.update_norm and b.update_norm:
         evidence.append(f"the norm of the update is {b.update_norm / a.update_norm:.4g} times the reference's")
     equal = "gradients are equal, " if context.passed("step1.grad_norm") else ""
-    found = _list_deviating_tensors(context, reference, a, b, updates=True)
+    found = _list_deviating_tensors(context, a, b, updates=True)
     if not found:
         context.add(CauseKind.OPTIMIZER, f"{equal}the update is not: the optimizer's state or its options", evidence)
         return
@@ -345,7 +347,7 @@ def _explain_updates(context: Context, reference: Trace, a: Step, b: Step) -> No
         context.add(CauseKind.MOMENTS, f"{text}{whose} moments", evidence, found)
 
 
-def _list_deviating_tensors(context: Context, reference: Trace, a: Step, b: Step, updates: bool) -> list[str]:
+def _list_deviating_tensors(context: Context, a: Step, b: Step, updates: bool) -> list[str]:
     """List the FQNs of tensors whose gradient deviates in norm or direction by more than its check's bound, largest
     first.
 
@@ -356,7 +358,7 @@ def _list_deviating_tensors(context: Context, reference: Trace, a: Step, b: Step
     for direction, name in enumerate(names):
         check = context.checks.get(f"step1.{name}")
         bound = check.bound if check is not None and check.bound is not None else 0.0
-        every, _ = measure_tensor_deviations(reference, context.got, a, b, updates, 1e-6, bool(direction))
+        every, _ = measure_tensor_deviations(context.expected, context.got, a, b, updates, 1e-6, bool(direction))
         far = {n: d for n, (d, _, _) in every.items() if not d <= bound} | far
     return sorted(far, key=lambda n: -far[n] if far[n] == far[n] else -math.inf)
 

@@ -38,7 +38,6 @@ from ..text import (
     parse_slot,
     to_readable_name,
 )
-from ..trace.model import Trace
 from . import rules_values as diagnosis_values
 from .context import Context
 from .files import inspect_tensors
@@ -199,31 +198,30 @@ def explain_unequal_tensors(context: Context) -> None:
     rest = [
         n for n in wrong if not (is_step_counter(n) and (parse_fqn(n) in steps or prod(reference.state[n][1]) == 1))
     ]
-    rest = _explain_side_tensors(context, reference, _explain_moved_tensors(context, reference, rest))
+    rest = _explain_side_tensors(context, _explain_moved_tensors(context, rest))
     looked = {} if context.opened is None else inspect_tensors(context.opened, rest)
     if diagnosis_values.explain_faulty_files(context, looked, wrong):
         return
-    rest = _explain_step_counters(context, reference, steps, rest)
+    rest = _explain_step_counters(context, steps, rest)
     strange = [n for n in wrong if is_step_counter(n) and parse_fqn(n) in marked - set(steps) and n not in rest]
-    diagnosis_values.explain_differing_tensors(context, reference, rest + strange, looked)
+    diagnosis_values.explain_differing_tensors(context, rest + strange, looked)
 
 
-def _explain_moved_tensors(context: Context, reference: Trace, wrong: list[str]) -> list[str]:
+def _explain_moved_tensors(context: Context, wrong: list[str]) -> list[str]:
     """Add causes for tensors that hold the bytes of other tensors of the reference.
 
     Args:
         context: the comparison, which gets the causes.
-        reference: its reference.
         wrong: canonical names of tensors that differ.
 
     Returns:
         The names in `wrong` that hold no other tensor's bytes.
     """
     holders: dict[tuple[str, str], list[str]] = {}
-    for n, (dtype, shape, mark) in reference.state.items():
+    for n, (dtype, shape, mark) in context.expected.state.items():
         if prod(shape) > 1 and mark:
             holders.setdefault((dtype, mark), []).append(n)
-    tied = [set(g) for g in reference.tied]
+    tied = [set(g) for g in context.expected.tied]
     moves: dict[str, str] = {}
     for n in wrong:
         dtype, shape, mark = context.got.state[n]
@@ -234,7 +232,7 @@ def _explain_moved_tensors(context: Context, reference: Trace, wrong: list[str])
             moves[n] = found[0]
     left = dict(moves)
     _explain_moved_slots(context, left)
-    _explain_moved_layers(context, reference, left)
+    _explain_moved_layers(context, left)
     _explain_exchanged_leaves(context, left)
     _explain_moved_layer_parts(context, left)
     for component in ("weights", "optimizer"):
@@ -283,13 +281,13 @@ def _is_all_zeros(shape: tuple[int, ...], mark: str) -> bool:
     )
 
 
-def _explain_side_tensors(context: Context, reference: Trace, wrong: list[str]) -> list[str]:
+def _explain_side_tensors(context: Context, wrong: list[str]) -> list[str]:
     """Add causes for weights that hold tensors from outside model and optimizer, such as averages.
 
     `wrong` are canonical names of tensors that differ; those that this does not explain are returned.
     """
     holders: dict[str, dict[str, None]] = {}
-    for trace in (reference, context.got):
+    for trace in (context.expected, context.got):
         for n, (_, shape, mark) in trace.others.items():
             if prod(shape) > 1:
                 holders.setdefault(mark, {})[n] = None
@@ -299,7 +297,7 @@ def _explain_side_tensors(context: Context, reference: Trace, wrong: list[str]) 
             for _, at in islice(yield_side_tensors(holders.get(context.got.state[n][2], ()), parse_fqn(n)), 1):
                 by.setdefault(at, []).append(n)
     for at, names in by.items():
-        every = [n for n in reference.state if parse_component(n) == "weights"]
+        every = [n for n in context.expected.state if parse_component(n) == "weights"]
         text = f"{describe_selection(names, every, 'weights')} hold{'s' if len(names) == 1 else ''} the values of {at}"
         evidence = [f"{names[0]} has the fingerprint of {at}.{parse_fqn(names[0])}"]
         context.add(TensorKind.COPIED, f"{text}, loaded in their place", evidence, names, explains=("weights",))
@@ -341,14 +339,16 @@ def _group_by_moved_layer(left: Mapping[str, str]) -> dict[tuple[int, int], list
     return by
 
 
-def _explain_moved_layers(context: Context, reference: Trace, left: dict[str, str]) -> None:
+def _explain_moved_layers(context: Context, left: dict[str, str]) -> None:
     """Add a cause for layers in another order.
 
     At least half of a layer's tensors must hold those of the same names in another layer. `left` is {tensor: the tensor
     whose bytes it holds}; the explained tensors are removed from it.
     """
     by = _group_by_moved_layer(left)
-    sizes = Counter((parse_layer_number(n), parse_component(n)) for n in reference.state if not is_step_counter(n))
+    sizes = Counter(
+        (parse_layer_number(n), parse_component(n)) for n in context.expected.state if not is_step_counter(n)
+    )
     order: dict[int, int] = {}
     names: list[str] = []
     for (i, j), group in by.items():
@@ -368,7 +368,7 @@ def _explain_moved_layers(context: Context, reference: Trace, left: dict[str, st
     else:
         what = ", ".join(f"layer {i} holds layer {j}" for i, j in sorted(order.items())[:4])
         text = f"layers are in another order ({which}): {what}"
-        every = sorted({k for n in reference.state if (k := parse_layer_number(n)) is not None})
+        every = sorted({k for n in context.expected.state if (k := parse_layer_number(n)) is not None})
         if all(order.get(i, i) == j for i, j in zip(every, sorted(every, key=str), strict=True)):
             text += "; this is the order of their numbers sorted as text"
     evidence = [f"{count_noun(len(names), 'tensor')} with the fingerprint of the same tensor of another layer"]
@@ -427,14 +427,11 @@ def _explain_moved_layer_parts(context: Context, left: dict[str, str]) -> None:
         left.pop(n)
 
 
-def _explain_step_counters(
-    context: Context, reference: Trace, steps: Mapping[str, tuple[float, float]], rest: list[str]
-) -> list[str]:
+def _explain_step_counters(context: Context, steps: Mapping[str, tuple[float, float]], rest: list[str]) -> list[str]:
     """Add a cause for step counters of the optimizer that differ, or for state that is from another step.
 
     Args:
         context: the comparison, which gets the cause.
-        reference: its reference.
         steps: {FQN: (expected, found) step count} where they differ.
         rest: canonical names of the tensors that differ.
 
@@ -444,7 +441,7 @@ def _explain_step_counters(
     if not steps:
         return rest
     names = [f"optim.state.{n}.step" for n in steps]
-    every = [n for n in collect_optimizer_steps(reference) if n in collect_optimizer_steps(context.got)]
+    every = [n for n in collect_optimizer_steps(context.expected) if n in collect_optimizer_steps(context.got)]
     where = (
         "on all tensors"
         if len(steps) == len(every)
@@ -472,8 +469,8 @@ def _explain_step_counters(
         )
         return rest
     # a frozen weight, or a buffer, is the same in every step
-    trained = collect_optimizer_steps(reference)
-    universe = [n for n in reference.state if parse_component(n) == "weights" and parse_fqn(n) in trained]
+    trained = collect_optimizer_steps(context.expected)
+    universe = [n for n in context.expected.state if parse_component(n) == "weights" and parse_fqn(n) in trained]
     others = set(rest)
     weights = [n for n in universe if n in others]
     old = [n for n in rest if n.startswith("optim.state.") and parse_fqn(n) in steps]

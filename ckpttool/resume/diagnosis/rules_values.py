@@ -97,9 +97,7 @@ def _find_source_files(
     return {find_file_of_element(ckpt, n, seen[n].detail["from"][0] * rows[n]) for n in names}
 
 
-def explain_differing_tensors(
-    context: Context, reference: Trace, rest: Sequence[str], looked: Mapping[str, Inspected]
-) -> None:
+def explain_differing_tensors(context: Context, rest: Sequence[str], looked: Mapping[str, Inspected]) -> None:
     """Add a cause for each kind of difference among tensors that no earlier rule explained.
 
     Args:
@@ -115,7 +113,7 @@ def explain_differing_tensors(
         alone = all(n in names for n in looked if parse_slot(n) in slots)
         more = [n for n in left if parse_slot(n) in slots] if alone else []
         left = [n for n in left if n not in set(more)]
-        text = _describe_tensors(context, reference, kind, names, more, seen)
+        text = _describe_tensors(context, kind, names, more, seen)
         evidence = [f"{n}: {seen[n].text}" for n in names[:8]]
         if more:
             evidence.append(f"{count_noun(len(more), 'tensor')} of the same kind differ and were not read")
@@ -134,7 +132,7 @@ def explain_differing_tensors(
         names = [n for n in left if parse_component(n) == component]
         if not names:
             continue
-        every = [n for n in reference.state if parse_component(n) == component and not is_step_counter(n)]
+        every = [n for n in context.expected.state if parse_component(n) == component and not is_step_counter(n)]
         what = "weights" if component == "weights" else "tensors of the optimizer"
         slots = {parse_slot(n) for n in names}
         if component == "optimizer" and len(slots) == 1:
@@ -183,7 +181,6 @@ def _group_by_kind(seen: Mapping[str, TensorDiff]) -> list[_Group]:
 
 def _describe_tensors(
     context: Context,
-    reference: Trace,
     kind: TensorKind,
     names: list[str],
     more: list[str],
@@ -199,12 +196,12 @@ def _describe_tensors(
     """
     found = names + more
     slots = {parse_slot(n) for n in names}
-    every = [n for n in reference.state if parse_slot(n) in slots]
+    every = [n for n in context.expected.state if parse_slot(n) in slots]
     what = f"{next(iter(slots))} tensors" if len(slots) == 1 else "moments" if "weights" not in slots else "tensors"
     which = describe_selection(found, every, "weights" if slots == {"weights"} else what)
     if len(found) == 1:
         return f"{which} {seen[names[0]].text}"
-    if kind is TensorKind.SCALED and (factors := _describe_factors(context, reference, names, seen)):
+    if kind is TensorKind.SCALED and (factors := _describe_factors(context, names, seen)):
         return f"{which} are multiplied ({factors}"
     texts, plain = {seen[n].text for n in names}, {seen[n].plain for n in names}
     how = _describe_kind(kind, seen[names[0]].plain)
@@ -212,8 +209,10 @@ def _describe_tensors(
         how = (texts if len(texts) == 1 else plain).pop()
     also = ""
     if kind is TensorKind.CLOSE and "weights" not in slots and len(found) * 10 >= len(every) * 9:
-        weights = [n for n in reference.state if parse_slot(n) == "weights"]
-        if weights and all(n in context.got.state and context.got.state[n] == reference.state[n] for n in weights):
+        weights = [n for n in context.expected.state if parse_slot(n) == "weights"]
+        if weights and all(
+            n in context.got.state and context.got.state[n] == context.expected.state[n] for n in weights
+        ):
             also = "; weights and the optimizer's steps are the reference's"
     return f"{which} {_make_plural(how)}{also}"
 
@@ -232,9 +231,7 @@ def _describe_kind(kind: TensorKind, text: str) -> str:
 # -------------------------------------------------------------------------------------------------------------- factors
 
 
-def _describe_factors(
-    context: Context, reference: Trace, names: Sequence[str], seen: Mapping[str, TensorDiff]
-) -> str | None:
+def _describe_factors(context: Context, names: Sequence[str], seen: Mapping[str, TensorDiff]) -> str | None:
     """Return a text about the factor of each slot (exp_avg, ...) and what leaves such factors; it closes a parenthesis
     that the caller opens.
 
@@ -250,9 +247,9 @@ def _describe_factors(
     for slot, found in sorted(by.items()):
         low, high = min(found), max(found)
         texts.append(f"{slot} x{low:.6g}" + (f" to x{high:.6g}" if not _are_factors_close(low, high) else ""))
-    why = _explain_bias_correction(reference, of)
+    why = _explain_bias_correction(context.expected, of)
     if why is None and all(_are_factors_close(min(found), max(found)) for found in by.values()):
-        why = _explain_gradient_factor(context, reference, {slot: found[0] for slot, found in by.items()})
+        why = _explain_gradient_factor(context, {slot: found[0] for slot, found in by.items()})
     return f"{list_first(texts, 8)})" + (f": {why}" if why else "")
 
 
@@ -279,7 +276,7 @@ def _explain_bias_correction(reference: Trace, of: Mapping[str, float]) -> str |
     return "they were divided by 1 - beta^step, so that the bias correction is applied twice"
 
 
-def _explain_gradient_factor(context: Context, reference: Trace, by: Mapping[str, float]) -> str | None:
+def _explain_gradient_factor(context: Context, by: Mapping[str, float]) -> str | None:
     """Return a text about what multiplied the gradients, if first moments have one factor and second moments its
     square.
 
@@ -290,12 +287,12 @@ def _explain_gradient_factor(context: Context, reference: Trace, by: Mapping[str
     if len({round(math.log(abs(by[s])), 3) for s in plain}) != 1 or by[plain[0]] <= 0:
         return None
     factor = by[plain[0]]
-    kept = {parse_slot(n) for n in reference.state if parse_slot(n).endswith("_sq")}
+    kept = {parse_slot(n) for n in context.expected.state if parse_slot(n).endswith("_sq")}
     if kept - set(squares) or not all(_are_factors_close(by[s], factor**2) for s in squares):
         return None
     scales = [
         float(v)
-        for t in (reference, context.got)
+        for t in (context.expected, context.got)
         for n, v in (*t.values.items(), *t.scalars.items())
         if n.startswith("scaler.") and isinstance(v, (int, float)) and not isinstance(v, bool)
     ]
