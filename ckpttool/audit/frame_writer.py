@@ -325,12 +325,12 @@ class FrameWriter:
         """Return whether a later run could continue the file from here: a frame begins here, and no member is split by
         this offset."""
         i = bisect_left(self.cuts, self.at, key=lambda c: c.offset)
-        return i < len(self.cuts) and self.cuts[i].offset == self.at and self._is_between_members(self.at)
+        return i < len(self.cuts) and self.cuts[i].offset == self.at and self._is_between_members()
 
-    def _is_between_members(self, at: int) -> bool:
-        """Return whether no member begins before this offset and ends behind it."""
-        i = bisect_left(self.members, at, key=lambda m: m.start)  # the members before i begin before
-        return i == 0 or self.members[i - 1].end <= at
+    def _is_between_members(self) -> bool:
+        """Return whether no member begins before the current offset and ends behind it."""
+        i = bisect_left(self.members, self.at, key=lambda m: m.start)  # the members before i begin before
+        return i == 0 or self.members[i - 1].end <= self.at
 
     def flush(self) -> None:
         """Wait until all appended content is hashed and written. Content may be appended afterwards only if a frame

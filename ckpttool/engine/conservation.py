@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..by_fields import ByFields
@@ -178,16 +179,12 @@ class _ByteRanges:
     """The byte ranges of files that some tensors consist of, merged."""
 
     def __init__(self, tensors: Iterable[TensorEntry]) -> None:
-        self._tensors: Iterable[TensorEntry] | None = tensors
-        self._merged: dict[int, tuple[_Numbers, _Numbers]] = {}
+        self._tensors = tensors
 
     def hold(self, t: TensorEntry) -> bool:
         """Tell whether all bytes of a tensor are in the ranges; True for one without bytes."""
         import numpy as np
 
-        if self._tensors is not None:
-            self._merge(self._tensors)
-            self._tensors = None
         files, first, last = _list_chunks([t])
         for file in np.unique(files):
             if int(file) not in self._merged:
@@ -199,18 +196,21 @@ class _ByteRanges:
                 return False
         return True
 
-    def _merge(self, tensors: Iterable[TensorEntry]) -> None:
-        """Sort the byte ranges of these tensors, file by file, merge those that overlap or touch, and keep them in
-        `_merged`."""
+    @cached_property
+    def _merged(self) -> dict[int, tuple[_Numbers, _Numbers]]:
+        """{number of a file: (starts, ends) of the byte ranges in it}, sorted, with those that overlap or touch
+        merged."""
         import numpy as np
 
-        files, first, last = _list_chunks(tensors)
+        merged: dict[int, tuple[_Numbers, _Numbers]] = {}
+        files, first, last = _list_chunks(self._tensors)
         for file in np.unique(files):
             here = files == file
             order = np.argsort(first[here], kind="stable")
             starts, ends = first[here][order], np.maximum.accumulate(last[here][order])
             apart = np.flatnonzero(np.append(True, starts[1:] > ends[:-1]))
-            self._merged[int(file)] = starts[apart], ends[np.append(apart[1:] - 1, len(ends) - 1)]
+            merged[int(file)] = starts[apart], ends[np.append(apart[1:] - 1, len(ends) - 1)]
+        return merged
 
 
 def _list_chunks(tensors: Iterable[TensorEntry]) -> tuple[_Numbers, _Numbers, _Numbers]:

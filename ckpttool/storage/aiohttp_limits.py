@@ -106,21 +106,20 @@ class _BoundedAnswer(aiohttp.ClientResponse):
         ranged = bool(asked) and self.status < 300
         stream = self.content
         self.content = _BoundedReader(stream, budget, most, not ranged, ranged and self.status == 200)  # type: ignore[assignment]
-        self._schedule_stall_check(stream, budget, stream.total_bytes)
+        self._schedule_stall_check(stream, budget)
         return self
 
-    def _schedule_stall_check(self, stream: Any, budget: RequestBudget, before: int) -> None:
+    def _schedule_stall_check(self, stream: Any, budget: RequestBudget) -> None:
         """Schedule a check after `stall_seconds`, and again after each check that passes: a body of which fewer than
         `stall_bytes` arrived in that period ends with Stalled.
 
         Args:
             stream: the body, aiohttp's StreamReader.
             budget: the request budget; gives the period and the error.
-            before: number of body bytes received when the period begins.
         """
-
         if stream.is_eof():
             return
+        before = stream.total_bytes
 
         def look() -> None:
             """End the answer if too few bytes have arrived; otherwise look again later."""
@@ -131,7 +130,7 @@ class _BoundedAnswer(aiohttp.ClientResponse):
                 self.close()
                 return
             budget.note_progress()
-            self._schedule_stall_check(stream, budget, stream.total_bytes)
+            self._schedule_stall_check(stream, budget)
 
         self._progress = asyncio.get_running_loop().call_later(budget.stall_seconds, look)
 

@@ -165,7 +165,7 @@ def _describe_values(name: str, x: Array, y: Array) -> str:
         .replace("the reference's", "A's")
         .replace("the reference", "A")
     )
-    return text + _name_exchanged_parts(name, found.detail.get("ranges"), max(x.shape, default=0), x.shape)
+    return text + _name_exchanged_parts(name, found.detail.get("ranges"), x.shape)
 
 
 def _describe_experts(name: str, x: Array, y: Array) -> str:
@@ -182,19 +182,18 @@ def _describe_experts(name: str, x: Array, y: Array) -> str:
     return f"differs {which} {_describe_values(name, x[first], y[first])}"
 
 
-def _name_exchanged_parts(name: str, ranges: Any, longest: int, shape: tuple[int, ...]) -> str:
+def _name_exchanged_parts(name: str, ranges: Any, shape: tuple[int, ...]) -> str:
     """Return the names of two exchanged parts of a fused weight, " (q and k)"; "" where they have no names.
 
     Args:
         name: the weight's name.
         ranges: the two parts, as [(start, end), (start, end)] along the fused dimension; None for any other fault.
-        longest: the length of the longest dimension of the weight.
-        shape: the shape of the weight.
+        shape: the shape of the weight, whose longest dimension is tried first.
     """
     for pattern, parts in _PARTS:
         if ranges is None or not pattern.search(name):
             continue
-        for length in dict.fromkeys((longest, *shape)):
+        for length in dict.fromkeys((max(shape, default=0), *shape)):
             size = length // len(parts)
             cuts = {(k * size, (k + 1) * size): part for k, part in enumerate(parts)}
             found = [cuts.get(tuple(r)) for r in ranges]
