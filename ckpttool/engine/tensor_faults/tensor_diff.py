@@ -304,16 +304,15 @@ def find_rounded_dtype(a: Array, b: Array) -> dtype[generic] | None:
     none."""
     if not _is_real_float(a) or not _is_real_float(b):
         return None
-    x, y = a.reshape(-1), b.reshape(-1)
     for dtype in _list_half_dtypes().values():
-        if dtype.itemsize < a.dtype.itemsize and all(
-            are_same_bits(_cast_quietly(_cast_quietly(y[p], dtype), y.dtype), y[p]) for p in block_slices(len(y))
-        ):
-            fine = all(
-                are_same_bits(_cast_quietly(_cast_quietly(x[p], dtype), x.dtype), x[p]) for p in block_slices(len(x))
-            )
-            return None if fine else dtype
+        if dtype.itemsize < a.dtype.itemsize and _can_hold(dtype, b.reshape(-1)):
+            return None if _can_hold(dtype, a.reshape(-1)) else dtype
     return None
+
+
+def _can_hold(dtype: dtype[generic], x: Array) -> bool:
+    """Tell whether a dtype can hold all elements of a 1-d array without rounding."""
+    return all(are_same_bits(_cast_quietly(_cast_quietly(x[p], dtype), x.dtype), x[p]) for p in block_slices(len(x)))
 
 
 def _find_signed_zeros(pair: ArrayPair) -> Found | None:

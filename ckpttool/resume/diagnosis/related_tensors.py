@@ -43,22 +43,27 @@ def find_related_tensor(ckpt: Checkpoint, read: Read, name: str, found: TensorDi
     Returns:
         `found` with the kind and text of that relation; None if there is no relation.
     """
-    if parse_slot(name) == "weights":
-        return _find_side_tensor(ckpt, read, name, found, got) or _find_merged_lora(ckpt, read, name, found, got)
-    return _find_other_moment(ckpt, read, name, found, got)
+    is_weight = parse_slot(name) == "weights"
+    way = TensorKind.COPIED if is_weight else TensorKind.MOMENTS_COPIED
+    for other, whose in (_yield_side_values if is_weight else _yield_other_moments)(ckpt, name):
+        if (text := _describe_equal_values(read(other), got, whose)) is not None:
+            return replace(found, way=way, text=text, plain=text)
+    return _find_merged_lora(ckpt, read, name, found, got) if is_weight else None
 
 
-def _find_other_moment(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Array) -> TensorDiff | None:
-    """Find whether a slot holds the values of another slot of the same parameter, such as exp_avg those of exp_avg_sq.
-
-    Arguments and result are those of `find_related_tensor`.
-    """
+def _yield_other_moments(ckpt: Checkpoint, name: str) -> Iterator[tuple[str, str]]:
+    """Yield (name, text about its values) of the other slots of a slot's parameter: exp_avg may hold the values of
+    exp_avg_sq."""
     for other in ckpt.tensors:
         if other != name and parse_slot(other) != "weights" and parse_fqn(other) == parse_fqn(name):
-            text = _describe_equal_values(read(other), got, f"the values of {parse_slot(other)}")
-            if text is not None:
-                return replace(found, way=TensorKind.MOMENTS_COPIED, text=text, plain=text)
-    return None
+            yield other, f"the values of {parse_slot(other)}"
+
+
+def _yield_side_values(ckpt: Checkpoint, name: str) -> Iterator[tuple[str, str]]:
+    """Yield (name, text about its values) of the tensors outside model and optimizer that belong to a weight, such as
+    an average."""
+    for other, at in yield_side_tensors(ckpt.tensors, parse_fqn(name)):
+        yield other, f"the values that the reference has in {at}"
 
 
 def yield_side_tensors(names: Iterable[str], fqn: str) -> Iterator[tuple[str, str]]:
@@ -69,18 +74,6 @@ def yield_side_tensors(names: Iterable[str], fqn: str) -> Iterator[tuple[str, st
     for n in names:
         if n.endswith("." + fqn) and n.partition(".")[0] not in ("model", "optim", "rng", "dataloader"):
             yield n, n[: -len(fqn) - 1]
-
-
-def _find_side_tensor(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff, got: Array) -> TensorDiff | None:
-    """Find whether a weight holds the values of a tensor outside model and optimizer, such as an average.
-
-    Arguments and result are those of `find_related_tensor`.
-    """
-    for other, at in yield_side_tensors(ckpt.tensors, parse_fqn(name)):
-        text = _describe_equal_values(read(other), got, f"the values that the reference has in {at}")
-        if text is not None:
-            return replace(found, way=TensorKind.COPIED, text=text, plain=text)
-    return None
 
 
 def _describe_equal_values(other: Array | None, got: Array, whose: str) -> str | None:
