@@ -192,9 +192,12 @@ def strip_paths(leaves: Mapping[Path, object], cut: int, names: Mapping[str, str
     return {(names.get(str(p[cut]), p[cut]), *p[cut + 1 :]): leaf for p, leaf in leaves.items() if len(p) > cut}
 
 
-def _strip_component_and_key(leaves: Mapping[Path, object]) -> dict[Path, object]:
-    """Return {path in a file: leaf}, without the first two elements of each path. A single value gets the path ()."""
-    return {p[2:]: leaf for p, leaf in leaves.items()}
+def _make_scheduler_file(ckpt: Checkpoint, placed: set[Path]) -> list[SmallFile]:
+    """Return [scheduler.pt]; [] if the source has no scheduler, or several. `placed` gets the canonical paths in the
+    file."""
+    scheduler = find_only_scheduler(ckpt)
+    placed |= set(scheduler)
+    return [SmallFile("scheduler.pt", strip_paths(scheduler, 1))] if scheduler else []
 
 
 def _is_plain_grad_scaler(state: Mapping[Path, object]) -> bool:
@@ -401,18 +404,15 @@ def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) ->
         small.append(SmallFile(f"scheduler{f'_{i}' if i else ''}.bin", state))
     scaler, of_scaler = _make_scaler_file(ckpt, placed, copies, "Accelerate with fp16 stops without scaler.pt")
     small += scaler
-    for key in {
-        p[1]
-        for p in _select_leaves(ckpt, "dataloader")
-        if len(p) > 1 and re.fullmatch(r"(sampler|dl_state_dict)(_\d+)?", str(p[1]))
-    }:
-        found = _select_leaves(ckpt, "dataloader", key)
-        placed |= set(found)
-        small.append(SmallFile(f"{key}.bin", _strip_component_and_key(found)))
-    for key in {p[1] for p in _select_leaves(ckpt, "extra") if re.fullmatch(r"custom_checkpoint_\d+", str(p[1]))}:
-        found = _select_leaves(ckpt, "extra", key)
-        placed |= set(found)
-        small.append(SmallFile(f"{key}.pkl", _strip_component_and_key(found)))
+    for component, pattern, suffix in (
+        ("dataloader", r"(sampler|dl_state_dict)(_\d+)?", "bin"),
+        ("extra", r"custom_checkpoint_\d+", "pkl"),
+    ):
+        below = select_leaves_below(ckpt, component)
+        for key in dict.fromkeys(p[1] for p in below if re.fullmatch(pattern, str(p[1]))):
+            found = {p: leaf for p, leaf in below.items() if p[1] == key}
+            placed |= set(found)
+            small.append(SmallFile(f"{key}.{suffix}", {p[2:]: leaf for p, leaf in found.items()}))
     keys = {ours: theirs for theirs, ours in RNG_KEYS.items()}
     rng, notes = _make_rng_files(ckpt, world, "random_states_{}.pkl", keys, placed, copies)
     return _draft_directory(
@@ -434,10 +434,7 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
     alone = world == 1 and state_dict_type(ckpt, options) == "ddp"  # not launched as a distributed job
     placed: set[Path] = set()
     copies: set[Path] = set()
-    small, notes = [], []
-    if scheduler := find_only_scheduler(ckpt):
-        placed |= set(scheduler)
-        small.append(SmallFile("scheduler.pt", strip_paths(scheduler, 1)))
+    small, notes = _make_scheduler_file(ckpt, placed), []
     if not small:
         notes.append(
             f"{explain_missing_scheduler(ckpt)}: Trainer resumes an optimizer only where scheduler.pt is there too"
@@ -510,10 +507,7 @@ def write_llamafactory(ckpt: Checkpoint, source: Source, options: WriteOptions) 
     world = options.ranks(ckpt)
     placed: set[Path] = set()
     copies: set[Path] = set()
-    small = []
-    if scheduler := find_only_scheduler(ckpt):
-        placed |= set(scheduler)
-        small.append(SmallFile("scheduler.pt", strip_paths(scheduler, 1)))
+    small = _make_scheduler_file(ckpt, placed)
     keys = {"cpu": "torch", "cuda": "accelerator"}
     most = None if world == ckpt.world_size else world  # it stops where the list is longer than the GPUs of a node
     rng, notes = _make_rng_files(ckpt, world, "rng_state/rank_{}.pt", keys, placed, copies, most_gpus=most)
