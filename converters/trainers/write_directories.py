@@ -662,51 +662,12 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     world = options.ranks(ckpt)
     placed: set[Path] = set()
     notes: list[str] = []
-    step = count_steps(ckpt, source, "global_step")
-    epoch = ckpt.value("trainer.epoch")
-    meta: dict[Path, object] = {
-        ("epoch",): epoch if isinstance(epoch, int) else 0,
-        ("global_step",): step,
-    }
-    written = {("trainer", *path): data for path, data in meta.items()}
-    equal, made = _compare_counters(ckpt, written)
-    placed |= equal
-    for key in _LIGHTNING_EXTRA:
-        found = _select_leaves(ckpt, "extra", key)
-        placed |= set(found)
-        meta |= strip_paths(found, 1)
-    held = set(meta)
-    if not any(p[0] == "pytorch-lightning_version" for p in meta):
-        meta["pytorch-lightning_version",] = _LIGHTNING_VERSION
-    if not any(p[0] == "callbacks" for p in meta):
-        meta["callbacks",] = {}
-    if not any(p[0] == "loops" for p in meta):
-        meta["loops",] = _make_loop_state(step)
-        notes.append(
-            f"the loops of Lightning go on at batch {step} of epoch 0, since the source counts {step} steps; the data "
-            "loader of the script decides which rows those are"
-        )
-    made |= {
-        p: x for path, data in meta.items() if path not in held for p, x in flatten_tree(data, ("extra", *path)).items()
-    }
-    for i, (paths, scheduler) in enumerate(_list_schedulers(ckpt)):
-        placed |= paths
-        meta |= {("lr_schedulers", i, *p): leaf for p, leaf in scheduler.items()}
-    if not any(p[0] == "lr_schedulers" for p in meta):
-        meta["lr_schedulers",] = []
-        if ckpt.value("scheduler") == []:  # what reading gives for it
-            placed.add(("scheduler",))
-        elif "scheduler" not in ckpt.values:
-            made["scheduler",] = []
-    # FSDPStrategy alone has fp16 with a scaler here, whose plugin loads one under its name (plugins/precision/fsdp.py)
-    scaler = strip_paths(select_leaves_below(ckpt, "scaler"), 1)
-    copies: set[Path] = set()
-    if _is_plain_grad_scaler(scaler) and not _select_leaves(ckpt, *FSDP_SCALER):
-        meta |= {(*FSDP_SCALER[1:], *p): leaf for p, leaf in scaler.items()}
-        copies = {(*FSDP_SCALER, *p) for p in scaler}
-        notes.append("meta.pt has the gradient scaler as FSDPPrecision, too, the name of the plugin of FSDPStrategy")
+    schedulers = _list_schedulers(ckpt)
+    meta, made = _build_meta_file(ckpt, count_steps(ckpt, source, "global_step"), schedulers, placed, notes)
+    copies = _copy_scaler_for_fsdp(ckpt, meta, notes)
     if "extra.pytorch-lightning_version" in ckpt.values:
-        own = _find_other_lightning_entries(ckpt, meta, placed.union(("scaler", *p) for p in scaler if copies))
+        scaler = select_leaves_below(ckpt, "scaler") if copies else ()
+        own = _find_other_lightning_entries(ckpt, meta, placed.union(scaler))
         placed |= set(own.values())
         leaves = ckpt.leaves()
         meta |= {at: leaves[p] for at, p in own.items()}
@@ -730,13 +691,72 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
         ("", write_dcp(state, source, replace(options, own=None, tree=tree))),
     ]
     out = join_drafts("lightning", ckpt, parts, options, world)
-    turn_positions_into_keys(
-        out, (p for paths, _ in _list_schedulers(ckpt) for p in paths if str(p[1]).isdecimal()), back=True
-    )
+    turn_positions_into_keys(out, (p for paths, _ in schedulers for p in paths if str(p[1]).isdecimal()), back=True)
     out.dropped += lost
     out.notes += [*describe_other_schedulers(ckpt, own=True), *notes, *of_groups, *kept]
     out.synthesized_values |= groups | {joined(p): data for p, data in made.items()}
     return out
+
+
+def _build_meta_file(
+    ckpt: Checkpoint,
+    step: int,
+    schedulers: Sequence[tuple[set[Path], dict[Path, object]]],
+    placed: set[Path],
+    notes: list[str],
+) -> tuple[dict[Path, object], dict[Path, object]]:
+    """Return ({path in meta.pt: leaf} of what Lightning asks for; {canonical path: value} of what the source lacks of
+    it).
+
+    Args:
+        ckpt: what is written.
+        step: the optimizer steps that it counts.
+        schedulers: its schedulers, as `_list_schedulers` has them.
+        placed: gets the canonical paths in the file.
+        notes: gets a note if the source has no loops.
+    """
+    epoch = ckpt.value("trainer.epoch")
+    meta: dict[Path, object] = {("epoch",): epoch if isinstance(epoch, int) else 0, ("global_step",): step}
+    equal, made = _compare_counters(ckpt, {("trainer", *path): data for path, data in meta.items()})
+    placed |= equal
+    for key in _LIGHTNING_EXTRA:
+        found = _select_leaves(ckpt, "extra", key)
+        placed |= set(found)
+        meta |= strip_paths(found, 1)
+    asked = {"pytorch-lightning_version": _LIGHTNING_VERSION, "callbacks": {}, "loops": _make_loop_state(step)}
+    lacking = {key: data for key, data in asked.items() if not any(p[0] == key for p in meta)}
+    meta |= {(key,): data for key, data in lacking.items()}
+    made |= {p: x for key, data in lacking.items() for p, x in flatten_tree(data, ("extra", key)).items()}
+    if "loops" in lacking:
+        notes.append(
+            f"the loops of Lightning go on at batch {step} of epoch 0, since the source counts {step} steps; the data "
+            "loader of the script decides which rows those are"
+        )
+    for i, (paths, scheduler) in enumerate(schedulers):
+        placed |= paths
+        meta |= {("lr_schedulers", i, *p): leaf for p, leaf in scheduler.items()}
+    if not schedulers:
+        meta["lr_schedulers",] = []
+        if ckpt.value("scheduler") == []:  # what reading gives for it
+            placed.add(("scheduler",))
+        elif "scheduler" not in ckpt.values:
+            made["scheduler",] = []
+    return meta, made
+
+
+def _copy_scaler_for_fsdp(ckpt: Checkpoint, meta: dict[Path, object], notes: list[str]) -> set[Path]:
+    """Add the gradient scaler to the leaves of meta.pt under the name of the precision plugin of FSDPStrategy, which
+    alone has fp16 with a scaler here and loads it from there (plugins/precision/fsdp.py); `notes` gets that.
+
+    Return the canonical paths that a reader gives to this copy; an empty set if there is none, since the source has no
+    scaler of torch's, or has that entry.
+    """
+    scaler = strip_paths(select_leaves_below(ckpt, "scaler"), 1)
+    if not _is_plain_grad_scaler(scaler) or _select_leaves(ckpt, *FSDP_SCALER):
+        return set()
+    meta |= {(*FSDP_SCALER[1:], *p): leaf for p, leaf in scaler.items()}
+    notes.append("meta.pt has the gradient scaler as FSDPPrecision, too, the name of the plugin of FSDPStrategy")
+    return {(*FSDP_SCALER, *p) for p in scaler}
 
 
 def _find_other_lightning_entries(ckpt: Checkpoint, meta: Mapping[Path, object], placed: set[Path]) -> dict[Path, Path]:
