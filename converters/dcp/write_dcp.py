@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
+from typing import NamedTuple
 
 from ckpttool.errors import Unsupported, argument
 from ckpttool.formats import torch_pickles, zip_bytes
@@ -148,60 +149,22 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     tree, notes = tree_of(collapse_composites(ckpt.leaves()), _select_origin(ckpt), None, options)
     check_no_leaf_inside_leaf(tree)
     parts = Parts(_measure_item_frame)
-    objects: dict[str, Composite] = {}  # by the names of the tensors inside
-    wholes: dict[str, tuple[Path, Whole]] = {}  # the same
-    paths: dict[str, Path] = {}  # of tensors, by canonical name
-    values: list[tuple[Path, int, int]] = []  # path, offset in rank 0's file, length
-    head = bytearray()
-    for path, leaf in tree.items():
-        if isinstance(leaf, TensorEntry):
-            paths[joined(leaf.path)] = path
-            continue
-        if isinstance(leaf, Composite):
-            objects |= dict.fromkeys((joined(t.path) for t in leaf.tensors.values()), leaf)
-            paths[joined(next(iter(leaf.tensors.values())).path)] = path
-            continue
-        if isinstance(leaf, Whole):
-            wholes |= dict.fromkeys((joined(t.path) for t in leaf.tensors()), (path, leaf))
-            continue
-        for at_path, data in flatten_like_dcp(leaf, path).items():
-            item = torch_pickles.save_small_file(data)
-            values.append((at_path, len(head), len(item)))
-            head += item
-    at = [len(head)] + [0] * (len(files) - 1)
-    tensors: dict[str, TensorEntry] = {}
-    for name, stored in ckpt.tensors.items():
-        if name in objects:
-            if name not in parts.placed:
-                sizes = _divide_object_rows(objects[name], len(files), plan) if _is_sharded(objects[name]) else []
-                tensors |= parts.place(objects[name], sizes, at)
-            continue
-        if name in wholes:
-            if name not in parts.inside:
-                path, whole = wholes[name]
-                inside, begins, length = parts.place_whole(whole, at)
-                tensors |= inside
-                values.append((path, begins, length))
-            continue
-        t = replace(stored, dtype=options.cast(name, stored.dtype))
-        if plan is not None and _is_sharded(t):
-            held = plan.mesh.boxes(name, t.shape, plan.cut(t))
-            tensors[name] = replace(t, chunks=_place_boxes(t, held, at), coding="raw")
-            continue
-        sizes = boxes.chunk_sizes(t.shape[0], world) if _is_sharded(t) else []
-        tensors[name] = replace(t, chunks=_place_chunks(t, sizes, at), coding="raw")
+    leaves = _sort_leaves(tree)
+    objects, values = leaves.objects, leaves.values
+    at = [len(leaves.values_bytes)] + [0] * (len(files) - 1)
+    tensors = _place_tensors(ckpt, leaves, parts, at, plan, options)
     if plan is not None:
         notes.append(plan.note)
     if options.tree is None:  # a trainer's tree is written with what its job asks for
         notes += _describe_missing_entries(ckpt)
     out = Checkpoint("dcp", options.target, world, [*files, ".metadata"], [*at, 0], tensors, ckpt.values)
     draft_files = [
-        DraftFile(f, n, bytes(head) if i == 0 else b"", frames_alone=not objects and not wholes)
+        DraftFile(f, n, leaves.values_bytes if i == 0 else b"", frames_alone=not objects and not leaves.wholes)
         for i, (f, n) in enumerate(zip(files, at, strict=True))
     ]
     # at most: what a chunk or a value takes, and names, which are there three times
     most = 240 * (sum(len(t.chunks) for t in tensors.values()) + len(values)) + 3 * sum(map(len, tensors)) + 1000
-    draft_files.append(DraftFile(".metadata", most, lambda: _pickle_metadata(out, paths, values, parts)))
+    draft_files.append(DraftFile(".metadata", most, lambda: _pickle_metadata(out, leaves.paths, values, parts)))
     sources = {
         name: ckpt.tensors[name if t.path[0] != "replica" else joined(t.path[2:])] for name, t in tensors.items()
     }
@@ -214,18 +177,88 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 
     def before(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
         return (
-            parts.before(name, t.chunks.file[row]) if name in parts.inside else _get_bytes_before(name, t, row, written)
+            parts.before(name, t.chunks.file[row])
+            if name in parts.inside
+            else _make_item_frame(t.dtype, t.chunks.shape_of(row))[0]
         )
 
     def after(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
         return (
             parts.after(name, t.chunks.file[row], written)
             if name in parts.inside
-            else _get_bytes_after(name, t, row, written)
+            else _fill_trailer(t.dtype, t.chunks.shape_of(row), written[-1][2])
         )
 
     apart = {n: v for n, v in ckpt.values.items() if _is_flattened(v)}
     return Draft(out, sources, draft_files, before=before, after=after, notes=notes, taken_apart=apart)
+
+
+class _Leaves(NamedTuple):
+    """The leaves of the state dict to write, by what they are. Objects have an entry for each tensor inside, under its
+    canonical name."""
+
+    paths: dict[str, Path]  # of tensors, by canonical name; of an object of a tensor subclass, by that of its first
+    objects: dict[str, Composite]
+    wholes: dict[str, tuple[Path, Whole]]
+    values: list[tuple[Path, int, int]]  # path, offset in rank 0's file, length
+    values_bytes: bytes  # the items of `values`, with which that file begins
+
+
+def _sort_leaves(tree: Mapping[Path, object]) -> _Leaves:
+    """Sort the leaves of a state dict, {path: leaf}, by what they are, and pickle the values among them."""
+    out, head = _Leaves({}, {}, {}, [], b""), bytearray()
+    for path, leaf in tree.items():
+        if isinstance(leaf, TensorEntry):
+            out.paths[joined(leaf.path)] = path
+        elif isinstance(leaf, Composite):
+            out.objects.update(dict.fromkeys((joined(t.path) for t in leaf.tensors.values()), leaf))
+            out.paths[joined(next(iter(leaf.tensors.values())).path)] = path
+        elif isinstance(leaf, Whole):
+            out.wholes.update(dict.fromkeys((joined(t.path) for t in leaf.tensors()), (path, leaf)))
+        else:
+            for at_path, data in flatten_like_dcp(leaf, path).items():
+                item = torch_pickles.save_small_file(data)
+                out.values.append((at_path, len(head), len(item)))
+                head += item
+    return out._replace(values_bytes=bytes(head))
+
+
+def _place_tensors(
+    ckpt: Checkpoint, leaves: _Leaves, parts: Parts, at: list[int], plan: MeshPlan | None, options: WriteOptions
+) -> dict[str, TensorEntry]:
+    """Place all tensors in the ranks' files, in the order of the checkpoint, and return {name: entry to write}.
+
+    Args:
+        ckpt: what is written.
+        leaves: the leaves of its state dict; `values` gets the objects that are one item although tensors are inside.
+        parts: gets the items of objects.
+        at: size of each rank's file so far, in bytes; updated in place.
+        plan: how a mesh divides tensors; None: each rank gets some rows.
+        options: which dtype each tensor is written in.
+
+    Raises:
+        Unsupported: ranks would cut an object of a tensor subclass inside one of its quantisation blocks.
+    """
+    out: dict[str, TensorEntry] = {}
+    for name, stored in ckpt.tensors.items():
+        if (found := leaves.objects.get(name)) is not None:
+            if name not in parts.placed:
+                sizes = _divide_object_rows(found, len(at), plan) if _is_sharded(found) else []
+                out |= parts.place(found, sizes, at)
+        elif name in leaves.wholes:
+            if name not in parts.inside:
+                path, whole = leaves.wholes[name]
+                inside, begins, length = parts.place_whole(whole, at)
+                out |= inside
+                leaves.values.append((path, begins, length))
+        else:
+            t = replace(stored, dtype=options.cast(name, stored.dtype))
+            if plan is not None and _is_sharded(t):
+                chunks = _place_boxes(t, plan.mesh.boxes(name, t.shape, plan.cut(t)), at)
+            else:
+                chunks = _place_chunks(t, boxes.chunk_sizes(t.shape[0], len(at)) if _is_sharded(t) else [], at)
+            out[name] = replace(t, chunks=chunks, coding="raw")
+    return out
 
 
 def _is_flattened(value: Value) -> bool:
@@ -371,17 +404,6 @@ def _make_trailer(dtype: str, shape: tuple[int, ...], crc: int) -> bytes:
         [*records[:-1], (name, at, size, crc, True)], len(head) + size + zip_bytes.DATA_DESCRIPTOR_BYTES
     )
     return zip_bytes.make_data_descriptor(size, crc) + directory
-
-
-def _get_bytes_before(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
-    """Return the bytes before chunk number `row` of a tensor. `name` and `written` are not used."""
-    return _make_item_frame(t.dtype, t.chunks.shape_of(row))[0]
-
-
-def _get_bytes_after(name: str, t: TensorEntry, row: int, written: Sequence[Written]) -> bytes:
-    """Return the bytes behind chunk number `row` of a tensor; the last of `written` has its CRC32. `name` is not
-    used."""
-    return _fill_trailer(t.dtype, t.chunks.shape_of(row), written[-1][2])
 
 
 class _Emitter:
