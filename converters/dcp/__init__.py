@@ -25,10 +25,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from ckpttool.by_fields import ByFields
 from ckpttool.errors import CkpttoolError, Corrupt, Unsupported
 from ckpttool.formats import safetensors_header, stored_tensors, torch_zip
 from ckpttool.formats.pickles import Global, Opaque
@@ -111,51 +112,16 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
             "is missing. The copy is incomplete: fetch that file.",
             code="CKPT0401",
         )
-    leaves: Leaves = {}
-    keys: dict[Path, str] = {}
-    lost: dict[Path, _LostLeaf] = {}
-    records = Records()
     try:
         sizes = [source.size(f) for f in index.files]
     except Corrupt:
         _refuse_missing_files(source, index)
         raise
-    entries: list[tuple[str, Path, TensorEntry]] = []
-    for key, dtype, shape, chunks in index.tensors:
-        path = _look_up_path(index, key)
-        entry = TensorEntry(dtype, shape, path, chunks, "torch.save")
-        if index.transforms:
-            kinds = {tuple(index.transforms.get(f, ())) for f in chunks.file}
-            entry = replace(entry, coding=_determine_coding(kinds, key))
-        entries.append((key, path, entry))
-    short = {path for _, path, entry in entries if has_short_items(entry)}
-    source.prefetch(list_item_ends((entry for _, path, entry in entries if path in short), index.files))
-    for key, path, entry in entries:
-        try:
-            of_subclass = read_subclass_object(source, index.files, sizes, entry, records) if path in short else None
-        except LostBytes:  # only of a damaged checkpoint that is salvaged
-            of = ", ".join(sorted({index.files[f] for f in entry.chunks.file}))
-            lost[path] = _LostLeaf(f"a part of it is in the lost bytes of {of}")
-            continue
-        _put_leaf(leaves, keys, path, key, of_subclass or entry)
-    seen: dict[str, tuple[dict[Path, object], list[Record]]] = {}
     ranks = {i: int(m[1]) for i, f in enumerate(index.files) if (m := re.match(r"__(\d+)_", f))}
-    source.prefetch((index.files[f], at, min(n, _VALUE_HEAD)) for _, f, at, n, _ in index.values)
-    for key, file, offset, length, transforms in index.values:
-        _determine_coding({tuple(transforms)}, key)
-        try:
-            found, sums = _read_value(source, index, _look_up_path(index, key), file, offset, length, bool(transforms))
-        except LostBytes:  # only of a damaged checkpoint that is salvaged
-            lost[_look_up_path(index, key)] = _LostLeaf(f"it is in the lost bytes of {index.files[file]}")
-            continue
-        if key in seen:  # per-rank metadata: every rank stores its own
-            if _is_same_value_of_ranks((found, sums), seen[key]):
-                continue
-            found = {("extra", *make_per_rank_path(ranks.get(file, file), p)): x for p, x in found.items()}
-        seen.setdefault(key, (found, sums))
-        records.extend(sums)
-        for path, leaf in found.items():
-            _put_leaf(leaves, keys, path, key, leaf)
+    reading = _Reading(source, index, sizes)
+    reading.add_tensors()
+    reading.add_values(ranks)
+    leaves, lost = reading.leaves, reading.lost
     named = canonical(
         leaves,
         shape_of,
@@ -165,7 +131,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         known_orders(options),
     )
     out = checkpoint_of(named, "dcp", source.root, max(ranks.values(), default=0) + 1, index.files, source)
-    out.records, out.ranks, out.spreads_tensors = records, ranks, True
+    out.records, out.ranks, out.spreads_tensors = reading.records, ranks, True
     out.salvage = Salvage(missing=_name_lost_leaves(leaves, lost)) if lost else None
     if not options.salvage:
         out.tails, notes = _find_unlisted_bytes(source, index, sizes)
@@ -174,6 +140,90 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     record_other_copies([DifferentCopy("", b.file, a) for a, b in index.copies if ends_of[a] != ends_of[b]], out)
     _restore_milestone_counters(out)
     return out
+
+
+@dataclass(eq=False, repr=False)
+class _Reading(ByFields):
+    """The leaves of a folder while they are collected: `sizes` are the bytes of each file, `leaves` and `lost` {path in
+    the tree: leaf} of what is there and what is not, `keys` {path: flat key}."""
+
+    source: Source
+    index: Index
+    sizes: list[int]
+    leaves: Leaves = field(default_factory=dict)
+    lost: dict[Path, _LostLeaf] = field(default_factory=dict)
+    keys: dict[Path, str] = field(default_factory=dict)
+    records: Records = field(default_factory=Records)
+
+    def add_tensors(self) -> None:
+        """Add all tensors. The items of those that are shorter than their tensor are read: they may be objects of
+        tensor subclasses.
+
+        Raises:
+            Corrupt: an item is damaged, or two keys have the same path. Unsafe: a pickle would run code.
+            Unsupported: items have an unknown coding, or parts of an object cannot be joined.
+        """
+        source, index = self.source, self.index
+        entries: list[tuple[str, TensorEntry]] = []
+        for key, dtype, shape, chunks in index.tensors:
+            entry = TensorEntry(dtype, shape, _look_up_path(index, key), chunks, "torch.save")
+            if index.transforms:
+                kinds = {tuple(index.transforms.get(f, ())) for f in chunks.file}
+                entry = replace(entry, coding=_determine_coding(kinds, key))
+            entries.append((key, entry))
+        short = {entry.path for _, entry in entries if has_short_items(entry)}
+        source.prefetch(list_item_ends((entry for _, entry in entries if entry.path in short), index.files))
+        for key, entry in entries:
+            leaf: object = entry
+            if entry.path in short:
+                try:
+                    leaf = read_subclass_object(source, index.files, self.sizes, entry, self.records) or entry
+                except LostBytes:  # only of a damaged checkpoint that is salvaged
+                    of = ", ".join(sorted({index.files[f] for f in entry.chunks.file}))
+                    self.lost[entry.path] = _LostLeaf(f"a part of it is in the lost bytes of {of}")
+                    continue
+            self._put(entry.path, key, leaf)
+
+    def add_values(self, ranks: Mapping[int, int]) -> None:
+        """Add all values. Of one that several ranks stored under one key, those that differ from the first are put
+        below extra.per_rank. `ranks` is {number of a file: the rank that wrote it}.
+
+        Raises:
+            Corrupt: an item is damaged, or two keys have the same path. Unsafe: its pickle would run code.
+            Unsupported: an item is too large, or has an unknown coding.
+        """
+        source, index = self.source, self.index
+        seen: dict[str, tuple[dict[Path, object], list[Record]]] = {}
+        source.prefetch((index.files[f], at, min(n, _VALUE_HEAD)) for _, f, at, n, _ in index.values)
+        for key, file, offset, length, transforms in index.values:
+            _determine_coding({tuple(transforms)}, key)
+            path = _look_up_path(index, key)
+            try:
+                found, sums = _read_value(source, index, path, file, offset, length, bool(transforms))
+            except LostBytes:  # only of a damaged checkpoint that is salvaged
+                self.lost[path] = _LostLeaf(f"it is in the lost bytes of {index.files[file]}")
+                continue
+            if key in seen:  # per-rank metadata: every rank stores its own
+                if _is_same_value_of_ranks((found, sums), seen[key]):
+                    continue
+                found = {("extra", *make_per_rank_path(ranks.get(file, file), p)): x for p, x in found.items()}
+            seen.setdefault(key, (found, sums))
+            self.records.extend(sums)
+            for at_path, leaf in found.items():
+                self._put(at_path, key, leaf)
+
+    def _put(self, path: Path, key: str, leaf: object) -> None:
+        """Add a leaf at a path, which came from a flat key.
+
+        Raises:
+            Corrupt: another key has that path already.
+        """
+        if path in self.leaves:
+            raise Corrupt(
+                f'.metadata gives "{self.keys[path]}" and "{key}" the same place {joined(path)!r}; one would be lost.',
+                code="CKPT0416",
+            )
+        self.leaves[path], self.keys[path] = leaf, key
 
 
 def _name_lost_leaves(leaves: Leaves, lost: dict[Path, _LostLeaf]) -> dict[str, str]:
@@ -297,20 +347,6 @@ def _refuse_missing_files(source: Source, index: Index) -> None:
 def _look_up_path(index: Index, key: str) -> Path:
     """Return the path of a flat key, by planner_data; (key,) if planner_data does not have it."""
     return tuple(index.paths.get(key) or (key,))
-
-
-def _put_leaf(leaves: dict[Path, object], keys: dict[Path, str], path: Path, key: str, leaf: object) -> None:
-    """Put a leaf at a path in `leaves`, and the flat key it came from in `keys`.
-
-    Raises:
-        Corrupt: another key has that path already.
-    """
-    if path in leaves:
-        raise Corrupt(
-            f'.metadata gives "{keys[path]}" and "{key}" the same place {joined(path)!r}; one would be lost.',
-            code="CKPT0416",
-        )
-    leaves[path], keys[path] = leaf, key
 
 
 def _determine_coding(kinds: set[tuple[str, ...]], key: str) -> str:
