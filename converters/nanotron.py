@@ -49,10 +49,12 @@ from ckpttool.index.checkpoint import (
     joined,
     make_per_rank_path,
 )
-from ckpttool.index.records import Extent, Record, Records
+from ckpttool.index.records import Records
 from ckpttool.layouts import Layout, Place, ReadOptions
 from ckpttool.program import Advice, Program, SeenFolder, Unfinished
 from ckpttool.storage.source import Source
+
+from .rank_files import refuse_incomplete_tensor
 
 __all__ = ["LAYOUTS"]
 
@@ -283,12 +285,7 @@ class _Reading(ByFields):
                 chunks.add(box.start, box.shape, file, at, length, stored)
             else:  # of another tensor-parallel rank
                 self.replicas.append(Replica(joined(path), self.ranks.get(file, 0), first, piece))
-        why = boxes.find_cover_problem(shape, chunks.boxes())
-        if why is not None:
-            raise Corrupt(
-                f'{self.source.root}: "{joined(path)}" {shape}: {why}. Files of ranks are missing or from other saves.',
-                code="CKPT0408",
-            )
+        refuse_incomplete_tensor(self.source, joined(path), shape, chunks)
         self.tensors[joined(path)] = TensorEntry(dtype, shape, path, chunks)
 
     # ------------------------------------------------------------------------------------------------- the optimizer
@@ -347,8 +344,7 @@ class _Reading(ByFields):
                     state.setdefault((name, slot), []).extend(
                         self._find_slot_boxes(name, int(m["pp"]), int(m["tp"]), number, x, bounds)
                     )
-                    if x.storage.crc32 is not None:
-                        self.records.append(Record(Extent(number, x.storage.offset, x.storage.length), x.storage.crc32))
+                    self.records += x.storage.records(number)
                 for i, group in enumerate(tree["param_groups"]):
                     hyper = {k: v for k, v in group.items() if k != "params"}
                     if i == len(groups):
@@ -497,8 +493,7 @@ class _Reading(ByFields):
         leaf = found
         if isinstance(x, StoredTensor):
             leaf = TensorEntry(x.dtype, (), ("optim", "state", name, slot), Chunks.whole((), number, *x.extent))
-            if x.storage.crc32 is not None:
-                self.records.append(Record(Extent(number, x.storage.offset, x.storage.length), x.storage.crc32))
+            self.records += x.storage.records(number)
         first, _ = steps.setdefault((name, slot), (found, leaf))
         if first != found:
             raise Corrupt(

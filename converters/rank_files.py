@@ -69,6 +69,7 @@ __all__ = [
     "read_inline",
     "read_rank_files",
     "record_other_copies",
+    "refuse_incomplete_tensor",
     "select_first_replica",
 ]
 
@@ -147,9 +148,7 @@ class Files(ByFields):
 
     def keep(self, file: int, t: StoredTensor) -> None:
         """Record the CRC32 of the storage of a tensor in file number `file`, if it has one, to verify reads of it."""
-        s = t.storage
-        if s.crc32 is not None:
-            self.records[file, s.offset] = Record(Extent(file, s.offset, s.length), s.crc32)
+        self.records.update(((file, r.extent.offset), r) for r in t.storage.records(file))
 
     def entry(self, file: int, t: StoredTensor, path: Path = ()) -> TensorEntry:
         """Return the entry, at `path`, of a tensor that file number `file` holds completely, and record its CRC32."""
@@ -549,13 +548,16 @@ def assemble_tensor(files: Files, ranks: list[Rank], name: str, column: Column) 
     for (start, size), (file, tensor) in sorted(found.items()):
         files.keep(file, tensor)
         chunks.add(start, size, file, *tensor.extent, None if tensor.contiguous else tensor.strides)
-    why = boxes.find_cover_problem(shape, chunks.boxes())
-    if why is not None:
-        raise Corrupt(
-            f'{files.source.root}: "{name}" {shape}: {why}. Files of ranks are missing or from other saves.',
-            code="CKPT0408",
-        )
+    refuse_incomplete_tensor(files.source, name, shape, chunks)
     return TensorEntry(dtype, shape, (name,), chunks)
+
+
+def refuse_incomplete_tensor(source: Source, name: str, shape: tuple[int, ...], chunks: Chunks) -> None:
+    """Raise Corrupt if the parts that ranks have of a tensor leave gaps or overlap."""
+    if (why := boxes.find_cover_problem(shape, chunks.boxes())) is not None:
+        raise Corrupt(
+            f'{source.root}: "{name}" {shape}: {why}. Files of ranks are missing or from other saves.', code="CKPT0408"
+        )
 
 
 def compare_replicas(files: Files, name: str, a: tuple[int, StoredTensor], b: tuple[int, StoredTensor]) -> None:

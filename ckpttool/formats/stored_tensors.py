@@ -41,6 +41,10 @@ class Storage(NamedTuple):
     length: int
     crc32: int | None
 
+    def records(self, file: int) -> list[Record]:
+        """Return [the record of its CRC32], where it is in file number `file`; [] if the file carries none."""
+        return [] if self.crc32 is None else [Record(Extent(file, self.offset, self.length), self.crc32)]
+
 
 class StoredTensor(NamedTuple):
     """A tensor of a torch file: element 0 is `at` bytes into its storage. `wrapper` is the class of the object that
@@ -158,9 +162,7 @@ def read_leaves(tree: object, path: Path, file: int, read_at: ReadAt, what: str)
     def entry(t: StoredTensor, at: Path) -> TensorEntry:
         """Make the entry of a tensor at path `at`, and remember the CRC32 of its storage."""
         chunks = Chunks.whole(t.shape, file, *t.extent, None if t.contiguous else t.strides)
-        s = t.storage
-        if s.crc32 is not None:
-            records[s.offset] = Record(Extent(file, s.offset, s.length), s.crc32)
+        records.update((r.extent.offset, r) for r in t.storage.records(file))
         return TensorEntry(t.dtype, t.shape, at, chunks, wrapper=t.wrapper)
 
     for at, leaf in found.items():

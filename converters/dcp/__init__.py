@@ -410,7 +410,7 @@ def _read_value(
 
         return {path: stored_tensors.inline_tensors(torch_zip.read(unpacked, 0, len(data), what), unpacked, what)}, []
     head = source.read(name, offset, min(length, _VALUE_HEAD))
-    read_at = make_item_reader(source, name, offset, length, head, b"")
+    read_at = make_item_reader(source.reader_of(name), offset, length, head, b"")
     tree = torch_zip.read(read_at, offset, length, what)
     if next(stored_tensors.iter_tensors(tree, what), None) is None:
         return {path: tree}, []

@@ -157,13 +157,12 @@ def make_end_reader(head: bytes, tail: bytes, total: int) -> ReadAt:
     return read_at
 
 
-def make_item_reader(source: Source, file: str, offset: int, length: int, head: bytes, tail: bytes) -> ReadAt:
+def make_item_reader(read: ReadAt, offset: int, length: int, head: bytes, tail: bytes) -> ReadAt:
     """Return a function (offset in the file, n) -> bytes. The first and last bytes of one item are taken from memory,
-    everything else is read from the source.
+    everything else is read from the file.
 
     Args:
-        source: the folder.
-        file: name of the file.
+        read: reads (offset, bytes) of the file.
         offset: where the item begins, in bytes.
         length: its bytes.
         head: its first bytes, which were read before.
@@ -175,7 +174,7 @@ def make_item_reader(source: Source, file: str, offset: int, length: int, head: 
         try:
             return here(at - offset, n)
         except LookupError:
-            return source.read(file, at, n)
+            return read(at, n)
 
     return read_at
 
@@ -299,16 +298,8 @@ class Items:
                 return Proof(crc)
         raw = self.source.framed(self.files[file]).raw
         what = f'{self.source.root}/{self.files[file]} at byte {offset} ("{name}")'
-        windows = make_end_reader(head, tail, length)
-
-        def read_item(start: int, n: int) -> bytes:
-            """Read bytes of the file: of the ends of the item, which are here, or others."""
-            try:
-                return windows(start - offset, n)
-            except LookupError:
-                return bytes(raw(start, n))
-
-        found = _check_tensor(torch_zip.read(read_item, offset, length, what), t.dtype, shape, what)
+        read_at = make_item_reader(lambda start, n: bytes(raw(start, n)), offset, length, head, tail)
+        found = _check_tensor(torch_zip.read(read_at, offset, length, what), t.dtype, shape, what)
         if found.wrapper:
             raise Unsupported(
                 f"{what}: holds a {found.wrapper}, and other items of its kind plain tensors. Copy the checkpoint to a "
@@ -368,9 +359,7 @@ class Items:
                     break
             else:
                 tensor = self._parse_item(name, t.dtype, shape, file, offset, length, head, tail)
-                storage = tensor.storage
-                if storage.crc32 is not None:
-                    self.records.add(file, storage.offset, storage.length, storage.crc32)
+                self.records += tensor.storage.records(file)
                 at, n = tensor.extent
                 out.offset.append(at)
                 out.length.append(n)
@@ -438,7 +427,7 @@ class Items:
             SubclassFound: it is an object of a tensor subclass.
         """
         what = f'{self.source.root}/{self.files[file]} at byte {offset} ("{name}")'
-        read_at = make_item_reader(self.source, self.files[file], offset, length, head, tail)
+        read_at = make_item_reader(self.source.reader_of(self.files[file]), offset, length, head, tail)
         return _check_tensor(torch_zip.read(read_at, offset, length, what), dtype, shape, what)
 
     def _locate_in_zstd(

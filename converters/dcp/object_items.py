@@ -27,7 +27,7 @@ from ckpttool.index import boxes, composites
 from ckpttool.index.checkpoint import ITEMSIZE, Chunks, Path, TensorEntry, joined
 from ckpttool.index.composites import PLAIN, CannotCut, Composite
 from ckpttool.index.draft import Written
-from ckpttool.index.records import Extent, Record, Records
+from ckpttool.index.records import Records
 from ckpttool.storage.source import Source
 
 from .items import HEAD, TAIL, make_item_reader
@@ -135,7 +135,8 @@ def _read_item(source: Source, file: str, offset: int, length: int, what: str) -
     rest. `what` names it in messages."""
     head = source.read(file, offset, min(length, HEAD))
     tail = source.read(file, offset + length - TAIL, TAIL) if length > HEAD else head
-    return torch_zip.read(make_item_reader(source, file, offset, length, head, tail), offset, length, what)
+    read_at = make_item_reader(source.reader_of(file), offset, length, head, tail)
+    return torch_zip.read(read_at, offset, length, what)
 
 
 def _make_join_error(name: str, about: Mapping[str, object], why: str) -> Unsupported:
@@ -192,8 +193,7 @@ def _join_parts(t: TensorEntry, parts: list[_Part], records: Records) -> Composi
                 None if s.contiguous else s.strides,
             )
             at += s.shape[0] if s.shape else 0
-            if s.storage.crc32 is not None:
-                records.append(Record(Extent(p.file, s.storage.offset, s.storage.length), s.storage.crc32))
+            records += s.storage.records(p.file)
         tensors[name] = TensorEntry(first.dtype, whole, path, chunks)
     if len(parts) > 1 and composites.has_padded_scales(about):
         about["parts"] = [[p.first, p.rows, True] for p in parts]
@@ -226,8 +226,7 @@ def _join_mixed(
             raise CannotCut(f"its plain parts are {dense[0][2].dtype} and {s.dtype} {list(s.shape)}")
         chunks.add((at, *(0 for _ in t.shape[1:])), s.shape, file, *s.extent, None if s.contiguous else s.strides)
         at += n
-        if s.storage.crc32 is not None:
-            records.append(Record(Extent(file, s.storage.offset, s.storage.length), s.storage.crc32))
+        records += s.storage.records(file)
     entry = TensorEntry(dense[0][2].dtype, (plain, *t.shape[1:]), (*t.path, PLAIN), chunks)
     order = sorted([[p.first, p.rows, True] for p in parts] + [[first, n, False] for first, n, _, _ in dense])
     about = {**of_objects.about, "shape": list(t.shape), "tensors": [*of_objects.tensors, PLAIN], "parts": order}

@@ -42,6 +42,7 @@ from ..rank_files import (
     load_rank_file,
     merge_other_state,
     record_other_copies,
+    refuse_incomplete_tensor,
 )
 from .filenames import FILE, METADATA
 from .item_metadata import Item, Placed, read_metadata
@@ -338,12 +339,7 @@ class _Reading:
                     self._add_box(chunks, seen, name, r, tensor, piece)
         if not shape and not seen:
             raise Corrupt(f'{self.source.root}: no rank has "{name}".', code="CKPT0408")
-        why = boxes.find_cover_problem(shape, chunks.boxes())
-        if why is not None:
-            raise Corrupt(
-                f'{self.source.root}: "{name}" {shape}: {why}. Files of ranks are missing or from other saves.',
-                code="CKPT0408",
-            )
+        refuse_incomplete_tensor(self.source, name, shape, chunks)
         return TensorEntry(dtype, shape, path, chunks)
 
     def _unwrap_local_tensor(
