@@ -48,9 +48,9 @@ __all__ = [
     "are_values_equal",
     "build_entry_from_ranges",
     "build_param_group",
+    "drop_added_option",
     "find_save",
     "get_zero_setting",
-    "has_added_option",
     "is_placeholder",
     "is_save",
     "is_shape",
@@ -433,13 +433,14 @@ def build_param_group(options: Mapping[str, Any], params: list[int]) -> dict[str
     return {**group, _ADDED: True} if adam and _ADDED not in options else group
 
 
-def has_added_option(group: Mapping[str, Any]) -> bool:
-    """Return whether the last entry of a param group is what `build_param_group` adds, and no state.
+def drop_added_option(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a param group without its last entry where that is what `build_param_group` adds, and no state.
 
     It is behind `params`, which is the last entry of a group as torch's optimizers give it, and so as an engine that
     has loaded such a group saves it.
     """
-    return list(group)[-2:] == ["params", _ADDED] and group[_ADDED] is True
+    added = list(group)[-2:] == ["params", _ADDED] and group[_ADDED] is True
+    return {k: x for k, x in group.items() if not (added and k == _ADDED)}
 
 
 def param_shapes(file: File) -> list[dict[str, tuple[int, ...]]]:

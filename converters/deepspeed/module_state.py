@@ -59,9 +59,9 @@ from .files import (
     FlatRange,
     are_values_equal,
     build_entry_from_ranges,
+    drop_added_option,
     find_save,
     get_zero_setting,
-    has_added_option,
     is_placeholder,
     is_shape,
     list_client_keys,
@@ -500,9 +500,7 @@ class SaveReader:
                     code="CKPT0417",
                 )
             listed += ids
-            if has_added_option(group):
-                group = dict(list(group.items())[:-1])
-            for key, value in group.items():
+            for key, value in drop_added_option(group).items():
                 data = [n for k in ids for n in members[k]] if key == "params" else value
                 self.add_leaves(("optim", "param_groups", i, str(key)), data, file)
         if listed != list(range(len(members))):
