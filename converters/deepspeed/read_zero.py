@@ -608,10 +608,12 @@ def _compute_part_sizes(optims: list[_Optim], shapes: Groups, replicas: list[int
         raise Corrupt(
             f"{optims[0].file.what}: {key} differs between ranks. The files are from different saves.", code="CKPT0409"
         )
-    if not isinstance(stated, list) or not all(isinstance(p, list) and all(type(k) is int for k in p) for p in stated):
-        raise Corrupt(f"{optims[0].file.what}: param_alignment_paddings is {short(stated)}.", code="CKPT0406")
-    if [len(p) for p in stated] != [len(s) for s in shapes] or any(k < 0 for p in stated for k in p):
-        raise Corrupt(f"{optims[0].file.what}: param_alignment_paddings is {short(stated)}.", code="CKPT0406")
+    if (
+        not isinstance(stated, list)
+        or not all(isinstance(p, list) and all(type(k) is int and k >= 0 for k in p) for p in stated)
+        or [len(p) for p in stated] != [len(s) for s in shapes]
+    ):
+        raise Corrupt(f"{optims[0].file.what}: {key} is {short(stated)}.", code="CKPT0406")
     parts = []
     for g, group in enumerate(shapes):
         raw = sum(map(prod, group.values())) + sum(stated[g])
