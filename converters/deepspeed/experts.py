@@ -329,7 +329,7 @@ def read_expert_files(reading: SaveReader, model: File) -> Experts:
                 code="CKPT0409",
             )
         if layer in layers:
-            stacked |= _load_expert_stacks(reading, model, [files[e] for e in range(count)], *layers[layer])
+            stacked |= _load_expert_stacks(reading, [files[e] for e in range(count)], *layers[layer])
             continue
         prefix, own = _load_experts(reading, [files[e] for e in range(count)])
         counts[prefix], entries[prefix] = count, own
@@ -397,15 +397,12 @@ def parse_autoep_layers(what: str, stated: object, counts: list[int]) -> dict[in
     return out
 
 
-def _load_expert_stacks(
-    reading: SaveReader, model: File, names: list[str], prefix: str, placement: list[list[int]]
-) -> Placements:
+def _load_expert_stacks(reading: SaveReader, names: list[str], prefix: str, placement: list[list[int]]) -> Placements:
     """Load the files of the experts of one AutoEP layer, add the stacks of all experts to the save, and list the
     stacks.
 
     Args:
         reading: the reader of the save, to whose `stacks` they are added.
-        model: the model file.
         names: the files, in the order of the experts.
         prefix: the module of the experts.
         placement: the experts of each expert parallel rank.
@@ -669,7 +666,7 @@ def _merge_optimizers(
                     f"{f.what}: {key} differs from that of {files[0].name}. The files are from different saves.",
                     code="CKPT0409",
                 )
-    names = _match_group_names(reading, model, experts, files[0], parts[0], sizes)
+    names = _match_group_names(model, experts, files[0], parts[0], sizes)
     like: list[str] = []
     unlike: set[str] = set()
     for i, group in enumerate(groups):
@@ -701,14 +698,11 @@ def _merge_optimizers(
     return like
 
 
-def _match_group_names(
-    reading: SaveReader, model: File, experts: Experts, f: File, part: _Stage0, sizes: list[int]
-) -> list[list[str]]:
+def _match_group_names(model: File, experts: Experts, f: File, part: _Stage0, sizes: list[int]) -> list[list[str]]:
     """Return the names of the parameters of each param group, as rank 0 names them, by matching shapes in the module's
     order.
 
     Args:
-        reading: the reader of the save.
         model: the model file.
         experts: the experts of the save.
         f: the optimizer file of rank 0.

@@ -55,7 +55,7 @@ def plan_flat_parameters(ckpt: Checkpoint, state: Training, options: WriteOption
     else:
         names = _find_model_order(ckpt, state, options)
         ordered = [n for n in names if n in params]
-        modules = _choose_wrapped_modules(ckpt, ordered, options, notes)
+        modules = _choose_wrapped_modules(ordered, options, notes)
         flats, uop = _lay_out_modules(ordered, modules, state, options, group_of, world, notes)
 
     in_flats = {p.name for f in flats for p in f.parts}
@@ -213,7 +213,7 @@ def _find_model_order(ckpt: Checkpoint, state: Training, options: WriteOptions) 
     return tuple(own)
 
 
-def _choose_wrapped_modules(ckpt: Checkpoint, names: list[str], options: WriteOptions, notes: list[str]) -> list[str]:
+def _choose_wrapped_modules(names: list[str], options: WriteOptions, notes: list[str]) -> list[str]:
     """Return the modules that the job wraps besides the root, and add notes on how they were chosen.
 
     They are those that --wrap names, else those of the config, else the repeated blocks of the model. `names` are the

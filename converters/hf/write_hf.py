@@ -126,7 +126,7 @@ def _find_config_files(
     """
     said: list[str] = []
     config, files, where = model_files.find_model_files(source, options.config, said)
-    if where == ".." and config is not None and (why := _explain_mismatch(ckpt, config, options)) is not None:
+    if where == ".." and config is not None and (why := _explain_mismatch(ckpt, config)) is not None:
         said = [
             f"config.json in '..' is of another model and was not taken: {why}; give {argument('config')} the config "
             "of this very model"
@@ -192,9 +192,8 @@ def _without_quantization(
     return config, {**files, "config.json": (json.dumps(config, indent=2) + "\n").encode()}
 
 
-def _explain_mismatch(ckpt: Checkpoint, config: dict[str, object], options: WriteOptions) -> str | None:
-    """Return why the weights are not those of the model of a config; None if they are, or if this cannot be told.
-    `options` is not used."""
+def _explain_mismatch(ckpt: Checkpoint, config: dict[str, object]) -> str | None:
+    """Return why the weights are not those of the model of a config; None if they are, or if this cannot be told."""
     objects = {joined(c.path[1:]): c for c in find_composites(ckpt).values() if c.path[0] == "model"}
     model = _as_dense_tensors(ckpt, objects)
     relation = _ask_for_verdict(config, model, [])
@@ -509,15 +508,12 @@ def _ask_for_verdict(
         return None
     try:
         return hub_names.relate_to_hub(config, shapes, judge=True)
-    except MissingPackage as e:
-        if needed:
+    except (MissingPackage, Unsupported) as e:
+        if needed and isinstance(e, MissingPackage):
             raise MissingPackage(
                 f"{e}. Or write the weights under the names they have now: "
                 f"{argument('allow_name_mismatch', True, 'HfOptions')}."
             ) from None
-        notes.append(f"names are kept as they are, and were not compared with those of the model of config.json: {e}")
-        return None
-    except Unsupported as e:
         notes.append(f"names are kept as they are, and were not compared with those of the model of config.json: {e}")
         return None
 
