@@ -5,6 +5,7 @@ zero.py describes it.
 
 from __future__ import annotations
 
+from itertools import count
 from math import prod
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ __all__ = [
     "concatenate_parameters",
     "elements_per_rank",
     "partition_parameters",
+    "split_groups",
     "split_into_subgroups",
 ]
 
@@ -90,6 +92,17 @@ def elements_per_rank(elements: int, world: int) -> int:
     """Return how many elements of a group each of `world` ranks has at stages 1 and 2, which pad the group to a
     multiple of twice the ranks."""
     return -(-elements // (2 * world)) * 2
+
+
+def split_groups(groups: Groups, stage: int, world: int, most: float) -> tuple[Groups, list[list[int]]]:
+    """Split param groups, [{name: shape}], into flat tensors: one for each group, at stage 3 one for each sub-group.
+
+    `world` and `most` are as for `split_into_subgroups`. Return ([{name: shape}] of the flat tensors; for each param
+    group, the numbers of its flat tensors).
+    """
+    split = [split_into_subgroups(g, world, most) if stage == 3 else [g] for g in groups]
+    numbers = count()
+    return [g for parts in split for g in parts], [[next(numbers) for _ in parts] for parts in split]
 
 
 def split_into_subgroups(group: dict[str, tuple[int, ...]], world: int, most: float) -> Groups:

@@ -24,7 +24,7 @@ from ckpttool.layouts import WriteOptions
 
 from . import write_common as dw
 from .experts import ExpertRanks, Experts
-from .geometry import Groups, split_into_subgroups
+from .geometry import split_groups
 from .tensor_cuts import (
     ParameterCut,
     build_universal_info,
@@ -69,10 +69,7 @@ def write_tensor_ranks(plan: dw.SavePlan, options: WriteOptions, world: int, ran
     for rank in range(ranks):
         local = _copy_plan_for_rank(plan, rank, cuts)
         named = [{n: local.tensors[n].shape for n in g.params if local.tensors[n].numel} for g in plan.state.groups]
-        split = [split_into_subgroups(g, replicas, plan.sub_group_size) if plan.stage == 3 else [g] for g in named]
-        groups: Groups = [g for parts in split for g in parts]
-        numbers = iter(range(len(groups)))
-        ids = [[next(numbers) for _ in parts] for parts in split]
+        groups, ids = split_groups(named, plan.stage, replicas, plan.sub_group_size)
         models.append(dw.ModelStateFiles(local, groups, replicas))
         models[-1].add(files, each_rank=plan.stage == 3)
         experts = Experts(ExpertRanks(replicas, False), {}, [], {})

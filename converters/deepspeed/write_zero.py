@@ -17,7 +17,7 @@ from ckpttool.storage.source import Source
 from ..options import ZeroOptions
 from . import write_common as dw
 from .experts import ExpertRanks, Experts
-from .geometry import split_into_subgroups
+from .geometry import split_groups
 from .write_experts import plan_experts, refuse_experts, refuse_pipeline, to_local_groups
 from .write_optimizers import OptimizerFiles
 from .write_pipeline import find_pipeline, write_stages
@@ -64,13 +64,7 @@ def write_stage(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: 
     else:
         experts, replicas = plan_experts(plan, world, own.expert_parallel)
     named = [{n: tensors[n].shape for n in g.params} for g in state.groups]
-    if stage == 3:
-        split = [split_into_subgroups(g, world, plan.sub_group_size) for g in named]
-    else:
-        split = [[g] for g in named]
-    groups = [g for parts in split for g in parts]
-    numbers = iter(range(len(groups)))
-    ids = [[next(numbers) for _ in parts] for parts in split]
+    groups, ids = split_groups(named, stage, world, plan.sub_group_size)
     files = TorchFiles()
     local = groups if stage == 3 else to_local_groups(experts, groups, replicas)
     out = OptimizerFiles(plan, groups, world, experts, local, replicas)
