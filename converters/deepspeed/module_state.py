@@ -39,6 +39,7 @@ from ckpttool.index.checkpoint import (
     OtherCopy,
     Path,
     TensorEntry,
+    Value,
     same_bytes,
 )
 from ckpttool.index.composites import shape_of
@@ -206,6 +207,12 @@ class SaveReader:
         They go to the optimizer if `path` begins with "optim", else to the rest of the state.
         """
         (self.optim if path[0] == "optim" else self.rest).update(self.files.leaves(file.number, value, path))
+
+    def add_slot(self, name: str, slot: str, leaf: object) -> None:
+        """Add what the optimizer keeps for the parameter `name` under `slot`: the entry of a tensor, whatever path it
+        has so far, or a value."""
+        path: Path = ("optim", "state", name, slot)
+        self.optim[path] = replace(leaf, path=path) if isinstance(leaf, TensorEntry) else Value(path, leaf)
 
     def files_of_ranks(self, pattern: re.Pattern[str], group: int, world: int, what: str) -> list[str]:
         """Return the names of the files of ranks 0 to world-1, one a rank.

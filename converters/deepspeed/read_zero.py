@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ckpttool.errors import Corrupt, Unsupported, argument
 from ckpttool.formats.pickles import short
 from ckpttool.formats.stored_tensors import StoredTensor
-from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Path, Replica, Salvage, TensorEntry, Value, joined
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Path, Replica, Salvage, TensorEntry, joined
 from ckpttool.index.records import Records
 from ckpttool.layouts import Place, ReadOptions
 from ckpttool.printable import count_noun
@@ -272,10 +272,7 @@ def _add_optimizer(
             if not isinstance(found, StoredTensor) or not found.shape:
                 entry = _read_shared_counter(reading, files, everyone, f"{slot} of flat tensor {g}")
                 for name in members[g]:
-                    path: Path = ("optim", "state", name, slot)
-                    reading.optim[path] = (
-                        replace(entry, path=path) if isinstance(entry, TensorEntry) else Value(path, entry)
-                    )
+                    reading.add_slot(name, slot, entry)
                 continue
             for rank, (f, t) in enumerate(zip(files, everyone, strict=True)):
                 if not isinstance(t, StoredTensor) or not _is_flat_float_tensor(t) or t.dtype != found.dtype:
@@ -289,7 +286,7 @@ def _add_optimizer(
                         code="CKPT0417",
                     )
             for name in members[g]:
-                path = ("optim", "state", name, slot)
+                path: Path = ("optim", "state", name, slot)
                 reading.optim[path] = _join_parts(reading, files, everyone, flats[name], path)
     for key, x in optims[0].rest.items():
         reading.add_leaves(("optim", key), x, files[0])

@@ -34,7 +34,7 @@ from typing import Any
 from ckpttool.errors import Corrupt, Unsupported
 from ckpttool.formats.pickles import short
 from ckpttool.formats.stored_tensors import StoredTensor
-from ckpttool.index.checkpoint import Checkpoint, Path, TensorEntry, Value
+from ckpttool.index.checkpoint import Checkpoint, TensorEntry
 from ckpttool.layouts import Layout, Place, ReadOptions, late
 from ckpttool.program import Advice, Program
 
@@ -121,17 +121,12 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         own = steps.get(g) if isinstance(steps, dict) else None
         for name in names:
             for slot, entry in slots[name].items():
-                path: Path = ("optim", "state", name, slot)
-                reading.optim[path] = (
-                    replace(entry, path=path) if isinstance(entry, TensorEntry) else Value(path, entry)
-                )
+                reading.add_slot(name, slot, entry)
             for slot, x in (own if isinstance(own, dict) else {}).items():
-                path = ("optim", "state", name, str(slot))
-                if path in reading.optim or (isinstance(x, StoredTensor) and x.shape):
+                if ("optim", "state", name, str(slot)) in reading.optim or (isinstance(x, StoredTensor) and x.shape):
                     continue  # rank 0's part of what lies in the parameter's folder
-                reading.optim[path] = (
-                    reading.whole_tensor(state, x, path) if isinstance(x, StoredTensor) else Value(path, x)
-                )
+                leaf = reading.whole_tensor(state, x, ()) if isinstance(x, StoredTensor) else x
+                reading.add_slot(name, str(slot), leaf)
     for key, x in base.items() if isinstance(base, dict) else ():
         if key not in ("state", "param_groups"):
             reading.add_leaves(("optim", str(key)), x, state)
