@@ -707,60 +707,45 @@ def _merge_part_index(out: Checkpoint, found: Checkpoint, part: DirectoryPart) -
         Corrupt: `out` has an entry of the part already.
     """
     by = len(out.files)
-    for path in [*(t.path for t in found.tensors.values()), *(v.path for v in found.values.values())]:
-        _refuse_duplicate_entry(out, (path[0], *part.under, *path[1:]), part)
+
+    def place(path: Path) -> Path:
+        """Return the canonical path that an entry of the part has in the directory."""
+        return (path[0], *part.under, *path[1:])
+
+    for entry in (*found.tensors.values(), *found.values.values()):
+        if (name := joined(place(entry.path))) in out.tensors or name in out.values:
+            raise Corrupt(
+                f'{out.root}/{part.name} holds "{name}", and another file of the directory does too. Two saves lie in '
+                "one folder, or the directory was put together by hand: give the part that counts as the path.",
+                code="CKPT0411",
+            )
     out.files += found.files
     out.sizes += found.sizes
     for t in found.tensors.values():
-        path = (t.path[0], *part.under, *t.path[1:])
-        out.tensors[joined(path)] = replace(t, path=path, chunks=t.chunks.moved(by))
+        out.tensors[joined(place(t.path))] = replace(t, path=place(t.path), chunks=t.chunks.moved(by))
     for v in found.values.values():
-        path = (v.path[0], *part.under, *v.path[1:])
-        out.values[joined(path)] = Value(path, v.data)
+        out.values[joined(place(v.path))] = Value(place(v.path), v.data)
     out.records.extend(r.moved(by) for r in found.records)
     out.ranks |= {file + by: rank for file, rank in found.ranks.items()}
     out.spreads_tensors |= found.spreads_tensors
     out.tails |= {file + by: n for file, n in found.tails.items()}
     out.notes += found.notes
     for other in found.others:
-        entry = found.tensors.get(other.name) or found.values.get(other.name)
-        path = (entry.path[0], *part.under, *entry.path[1:]) if entry is not None else (other.name,)
-        out.others.append(other._replace(name=joined(path)))
+        of = found.tensors.get(other.name) or found.values.get(other.name)
+        out.others.append(other._replace(name=joined(place(of.path) if of is not None else (other.name,))))
     if found.salvage is not None:
         out.salvage = out.salvage or Salvage()
         out.salvage.problems += found.salvage.problems
         for n, why in found.salvage.missing.items():
-            component, *inside = n.split(".", 1)
-            out.salvage.missing[joined((component, *part.under, *inside))] = why
+            out.salvage.missing[joined(place(tuple(n.split(".", 1))))] = why
         for n, how in found.salvage.rebuilt.items():
-            path = (found.tensors.get(n) or found.values[n]).path
-            out.salvage.rebuilt[joined((path[0], *part.under, *path[1:]))] = how
+            out.salvage.rebuilt[joined(place((found.tensors.get(n) or found.values[n]).path))] = how
     out.origin |= found.origin
     if found.world_size is not None:
         out.world_size = max(out.world_size or 0, found.world_size)
     if not part.under:
         out.recorded |= found.recorded
         out.rounded |= {n: replace(t, chunks=t.chunks.moved(by)) for n, t in found.rounded.items()}
-
-
-def _refuse_duplicate_entry(out: Checkpoint, path: Path, part: DirectoryPart) -> None:
-    """Raise if an entry of a part is in the index of the directory already.
-
-    Args:
-        out: the index of the directory so far.
-        path: canonical path of the entry.
-        part: the part that holds the entry.
-
-    Raises:
-        Corrupt: `out` has an entry at the path.
-    """
-    name = joined(path)
-    if name in out.tensors or name in out.values:
-        raise Corrupt(
-            f'{out.root}/{part.name} holds "{name}", and another file of the directory does too. Two saves lie in one '
-            "folder, or the directory was put together by hand: give the part that counts as the path.",
-            code="CKPT0411",
-        )
 
 
 def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
