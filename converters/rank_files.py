@@ -719,9 +719,8 @@ def merge_other_state(files: Files, groups: dict[str, list[Rank]], taken: Mappin
     out: Leaves = {}
     there = {p[0] for p in taken}
     for pattern, ranks in groups.items():
-        found: list[Leaves] = []
-        for r in ranks:
-            found.append({p: x for p, x in files.leaves(r.file, r.tree).items() if p})  # an empty file has () alone
+        # an empty file has () alone
+        found = [{p: x for p, x in files.leaves(r.file, r.tree).items() if p} for r in ranks]
         tops = dict.fromkeys(p[0] for leaves in found for p in leaves)
         for top in tops:
             parts = [{p: x for p, x in leaves.items() if p[0] == top} for leaves in found]

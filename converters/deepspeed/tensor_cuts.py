@@ -267,9 +267,7 @@ def build_universal_info(info: Mapping[str, object], cuts: Mapping[str, Paramete
             f"{INFO} has an entry {short(odd)} that is no plain data, and DeepSpeed writes no such thing.",
             code="CKPT0406",
         )
-    params: dict[str, Any] = {}
-    for name, cut in cuts.items():
-        params[make_parameter_pattern(name)] = encode_cut(cut)
+    params = {make_parameter_pattern(name): encode_cut(cut) for name, cut in cuts.items()}
     out = {**info, "affine_map": {"version": 1, "params": params}}
     if isinstance(widths := info.get("sub_param_shard_widths"), dict):
         of_pattern = {make_parameter_pattern(n): c for n, c in cuts.items()}

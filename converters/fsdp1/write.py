@@ -83,7 +83,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     after = {n: v for n, v in _predict_group_values(plan).items() if n not in state.inlined}
     before = {n: v for n, v in ckpt.values.items() if v.path[:2] == ("optim", "param_groups")}
     kept = {n: v for n, v in ckpt.values.items() if n not in before and n not in gone} | after | state.inlined
-    draft = out.files.draft(
+    return out.files.draft(
         Checkpoint("fsdp1", options.target, world, [], [], out.tensors, kept),
         out.sources,
         dropped=state.dropped,
@@ -92,7 +92,6 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         changed=list_changed_values(before, after, TRAINED_ALONE) if before else {},
         notes=[n for n in (*state.notes, *plan.notes) if plan.groups is not None or "param group" not in n],
     )
-    return draft
 
 
 def _predict_group_values(plan: FlatPlan) -> dict[str, Value]:
