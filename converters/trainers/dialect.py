@@ -473,43 +473,49 @@ def with_peft_names(ckpt: Checkpoint, saved: bool) -> Checkpoint:
         """Return the name of a parameter; modules that are not PEFT's may have live names like its saved ones."""
         return to_saved_peft_name(fqn) if saved else to_live_peft_name(fqn) if fqn.startswith(_PEFT) else fqn
 
-    def rename_parameter(path: Path) -> Path:
-        """Return the canonical path of an entry, with the parameter in it renamed."""
-        at = 1 if path[0] == "model" and len(path) == 2 else 2 if path[:2] == ("optim", "state") else len(path)
-        return (*path[:at], rename(str(path[at])), *path[at + 1 :]) if at < len(path) else path
-
-    tensors = {(p := rename_parameter(t.path)): t if p == t.path else replace(t, path=p) for t in ckpt.tensors.values()}
+    tensors, values = _rename_parameters(ckpt, rename, weights=True)
     if len(tensors) != len(ckpt.tensors):
         return replace(
             ckpt,
             notes=[*ckpt.notes, _SEVERAL_ADAPTERS] if saved and _SEVERAL_ADAPTERS not in ckpt.notes else ckpt.notes,
         )
-    if all(p == t.path for p, t in zip(tensors, ckpt.tensors.values(), strict=True)):
-        return ckpt
-    values = {}
-    for v in ckpt.values.values():
-        path, data = rename_parameter(v.path), v.data
-        if path[:2] == ("optim", "param_groups") and path[3:] == ("params",) and isinstance(data, list):
-            data = [rename(n) if isinstance(n, str) else n for n in data]
-        values[joined(path)] = Value(path, data)
-    return replace(ckpt, tensors={joined(p): t for p, t in tensors.items()}, values=values)
+    return ckpt if tensors.keys() == ckpt.tensors.keys() else replace(ckpt, tensors=tensors, values=values)
 
 
 def with_optimizer_prefix(ckpt: Checkpoint, prefix: str) -> Checkpoint:
     """Return the checkpoint with `prefix` put before every parameter name in the optimizer; weights keep their
     names."""
-    out = replace(ckpt, tensors={}, values={}, origin={})
-    for t in ckpt.tensors.values():
-        path = (*t.path[:2], prefix + str(t.path[2]), *t.path[3:]) if t.path[:2] == ("optim", "state") else t.path
-        out.tensors[joined(path)] = replace(t, path=path)
+    tensors, values = _rename_parameters(ckpt, lambda fqn: prefix + fqn, weights=False)
+    return replace(ckpt, tensors=tensors, values=values, origin={})
+
+
+def _rename_parameters(
+    ckpt: Checkpoint, rename: Callable[[str], str], weights: bool
+) -> tuple[dict[str, TensorEntry], dict[str, Value]]:
+    """Return ({name: tensor}, {name: value}) of a checkpoint whose parameters have other names.
+
+    Args:
+        ckpt: the checkpoint.
+        rename: returns the new name of a parameter.
+        weights: whether weights get new names too, or the optimizer alone.
+    """
+
+    def rename_in_path(path: Path) -> Path:
+        """Return the canonical path of an entry, with the parameter in it renamed."""
+        is_weight = path[0] == "model" and len(path) == 2 and weights
+        at = 1 if is_weight else 2 if path[:2] == ("optim", "state") else len(path)
+        return (*path[:at], rename(str(path[at])), *path[at + 1 :]) if at < len(path) else path
+
+    tensors = {
+        joined(p := rename_in_path(t.path)): t if p == t.path else replace(t, path=p) for t in ckpt.tensors.values()
+    }
+    values = {}
     for v in ckpt.values.values():
-        path, data = v.path, v.data
-        if path[:2] == ("optim", "state") and len(path) > 2:
-            path = (*path[:2], prefix + str(path[2]), *path[3:])
-        elif path[:2] == ("optim", "param_groups") and path[3:] == ("params",) and isinstance(data, list):
-            data = [prefix + n for n in data]
-        out.values[joined(path)] = Value(path, data)
-    return out
+        path, data = rename_in_path(v.path), v.data
+        if path[:2] == ("optim", "param_groups") and path[3:] == ("params",) and isinstance(data, list):
+            data = [rename(n) if isinstance(n, str) else n for n in data]
+        values[joined(path)] = Value(path, data)
+    return tensors, values
 
 
 def _list_parameter_orders(
