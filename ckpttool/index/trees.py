@@ -33,13 +33,17 @@ def _make_nesting_error(path: Path) -> Corrupt:
 
 def nest(leaves: Mapping[Path, object]) -> Any:
     """Build dicts and lists from leaves, {path: leaf}: str elements of a path become keys, a `Number` an integer key,
-    int elements positions in lists.
+    int elements positions in lists. A leaf at the empty path is the whole tree.
 
     nest({("a", 0): 1, ("a", 1): 2}) == {"a": [1, 2]}
 
     Raises:
         Corrupt: two leaves have one place, or a list has positions that are negative or far beyond its length.
     """
+    if () in leaves:
+        if len(leaves) > 1:
+            raise Corrupt("a tree is a value and a dict or list at once.", code="CKPT0406")
+        return leaves[()]
     tree = _Node()
     for path, leaf in leaves.items():
         at = tree

@@ -543,7 +543,7 @@ def _unwrap_object(inside: Mapping[Path, object], key: str, may_have_tensors: bo
     """
     if not may_have_tensors and any(isinstance(x, TensorEntry) for x in inside.values()):
         raise Unsupported(f'"{key}" holds tensors, where Megatron-Core keeps numbers and text.', code="CKPT0307")
-    tree = inside[()] if () in inside else nest(inside)
+    tree = nest(inside)
     if not isinstance(tree, list) or len(tree) != 1:
         raise Corrupt(f'"{key}" is not a list of one object.', code="CKPT0406")
     out: object = tree[0]

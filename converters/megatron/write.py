@@ -144,7 +144,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     arguments = _derive_arguments(ckpt, source, options)
     common, made = _build_common_state(ckpt, trained, objects, dropped, notes, arguments, options)
     for key, leaves in objects.items():
-        x = _nest_leaves(leaves)
+        x = nest(leaves)
         tree[(key,)] = Whole(x) if any(isinstance(leaf, TensorEntry) for leaf in leaves.values()) else x
 
     # a folder of dcp, with two files more before .metadata, which comes last
@@ -341,11 +341,6 @@ def _sort_values(ckpt: Checkpoint, objects: dict[str, Leaves], dropped: list[Dro
     return out
 
 
-def _nest_leaves(leaves: Leaves) -> object:
-    """Return leaves as a nested value; a leaf at the empty path is the value itself."""
-    return leaves[()] if () in leaves else nest(leaves)
-
-
 def _build_common_state(
     ckpt: Checkpoint,
     trained: Mapping[str, None],
@@ -391,7 +386,7 @@ def _build_common_state(
         out["iteration"] = step_count(ckpt.value) or 0
         if not any(p[:2] == ("trainer", "iteration") for p in found.ours):  # what another program calls so
             made["trainer.iteration"] = out["iteration"]
-    scaler = _nest_leaves(found.scaler) if found.scaler else None
+    scaler = nest(found.scaler) if found.scaler else None
     if found.scaler and not _is_megatron_scaler(scaler):
         found.ours |= {("scaler", *p): x for p, x in found.scaler.items()}
         found.scaler = {}
@@ -406,7 +401,7 @@ def _build_common_state(
     elif found.scaler:
         found.ours |= {("scaler", *p): x for p, x in found.scaler.items()}
     if {p[0] for p in found.scheduler if p} & _SCHEDULE:
-        out["opt_param_scheduler"] = _nest_leaves(found.scheduler)
+        out["opt_param_scheduler"] = nest(found.scheduler)
     else:
         found.ours |= {("scheduler", *p): x for p, x in found.scheduler.items()}
     if "optimizer" in out and "opt_param_scheduler" not in out:
@@ -558,7 +553,7 @@ def _build_optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str], 
             )
 
     # one optimizer, or a chain of several
-    scaler: Any = _nest_leaves(values.scaler) if values.scaler else None
+    scaler: Any = nest(values.scaler) if values.scaler else None
     others: dict[str, Any] = {}  # the scalers of the optimizers behind the first
     if scaler is not None and isinstance(scaler.get(CHAINED), dict):
         others = scaler.pop(CHAINED)

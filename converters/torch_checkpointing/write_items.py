@@ -211,7 +211,7 @@ class _Writing:
                 tree[path] = TensorRef(dtype, x.shape, keys[self.same.get(name, name)], x.numel)
             else:
                 tree[path] = x
-        number = self.files.add(f"{item}_{rank}.pt", tree[()] if list(tree) == [()] else nest(tree), sizes)
+        number = self.files.add(f"{item}_{rank}.pt", nest(tree), sizes)
         for name, key in keys.items():
             chunks = Chunks.whole(self.ckpt.tensors[name].shape, number, self.files.offset(number, key), sizes[key])
             self._record_tensor(name if first else f"replica.{rank}.{name}", name, chunks)

@@ -286,7 +286,7 @@ def draft_small_files(ckpt: Checkpoint, files: Sequence[SmallFile], options: Wri
                 inside = {n: _add_storage(t, options, storages, entries) for n, t in leaf.tensors.items()}
                 leaf = make_composite_call(leaf, inside)
             tree[path] = leaf
-        number = out.add(file.name, tree[()] if () in tree else nest(tree), storages)
+        number = out.add(file.name, nest(tree), storages)
         for key, t in entries:
             at = out.offset(number, key)
             tensors[joined(t.path)] = replace(t, chunks=Chunks.whole(t.shape, number, at, t.nbytes), coding="raw")

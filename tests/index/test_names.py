@@ -569,6 +569,7 @@ def test_nest_builds_dicts_of_text_and_lists_of_numbers() -> None:
     assert nest({("a", 1): 2, ("a", 0): 1, ("b", "c"): {"x": 1}}) == {"a": [1, 2], "b": {"c": {"x": 1}}}
     assert nest({("g", 0, "lr"): 1, ("g", 1, "lr"): 2}) == {"g": [{"lr": 1}, {"lr": 2}]}
     assert nest({}) == {}
+    assert nest({(): [1]}) == [1]
 
 
 def test_an_entry_inside_another_one_is_refused() -> None:
@@ -605,3 +606,5 @@ def test_a_path_inside_a_leaf_is_an_error() -> None:
 def test_a_leaf_in_the_place_of_a_tree_is_an_error_too() -> None:
     with pytest.raises(Corrupt):
         nest({("a", "b"): 2, ("a",): 1})
+    with pytest.raises(Corrupt):
+        nest({("a",): 1, (): 2})

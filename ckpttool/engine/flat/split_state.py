@@ -150,7 +150,7 @@ def _collect_extra_states(ckpt: Checkpoint) -> dict[str, Tree]:
         place = next((k for k, key in enumerate(at) if str(key).endswith(EXTRA_STATE)), None)
         inside = at[place + 1 :] if place is not None else tuple(rest.split(".") if rest else ())
         found.setdefault(fqn, {})[inside] = leaf
-    return {fqn: leaves[()] if () in leaves else nest(leaves) for fqn, leaves in found.items()}
+    return {fqn: nest(leaves) for fqn, leaves in found.items()}
 
 
 def _iterate_leaves(ckpt: Checkpoint) -> Iterator[tuple[Path, Tree]]:
