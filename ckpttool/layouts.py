@@ -24,10 +24,10 @@ from .by_fields import ByFields
 from .errors import Corrupt, NotRecognised, Unsupported, UsageError, argument
 from .formats import other_files, safetensors_header
 from .index import trainer_trees
-from .index.checkpoint import Checkpoint, Chunks, Path, TensorEntry, Value, joined
-from .index.composites import Composite, add_composite
+from .index.checkpoint import Checkpoint, Chunks, Leaves, Path, TensorEntry, Value, joined, same_bytes
+from .index.composites import Composite, add_composite, shape_of
 from .index.draft import Draft
-from .index.names import COMPONENTS, CanonicalState, restore_trainer_tree
+from .index.names import COMPONENTS, CanonicalState, canonical, restore_trainer_tree
 from .index.optimizer_names import Orders, SameTensor
 from .index.param_groups import Groups
 from .index.paths import keep_extra_state_trees
@@ -52,13 +52,13 @@ __all__ = [
     "find_by_checkpoint_layout",
     "find_by_trainer",
     "get_program_of",
-    "known_orders",
     "late",
     "layouts",
     "list_layout_flags",
     "list_resuming_programs",
     "list_writable_layouts",
     "make_layout_options",
+    "name_leaves",
     "option",
     "place",
     "state_files",
@@ -123,7 +123,16 @@ class ReadOptions(ModelHints):
     orders: Orders | None = None  # of the parameters, where the file that is read does not tell (names.canonical)
 
 
-def known_orders(options: ReadOptions) -> Orders | None:
+def name_leaves(leaves: Leaves, options: ReadOptions, same: SameTensor | None = same_bytes) -> CanonicalState:
+    """Name the leaves of a tree that a program saved, {path: leaf}, with what the options say about its parameters.
+
+    `same` returns whether two tensor leaves are the same tensor; None if this cannot be told.
+    """
+    like = options.like and options.like.optimizer
+    return canonical(leaves, shape_of, like, same, options.only, _find_known_orders(options))
+
+
+def _find_known_orders(options: ReadOptions) -> Orders | None:
     """Return the function that gives candidate orders of a model's parameters, or None if nothing tells the order.
 
     It is `ReadOptions.orders` if that is set; otherwise, with `ReadOptions.config`, one that sorts parameters in the

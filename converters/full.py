@@ -46,10 +46,10 @@ from ckpttool.index.checkpoint import (
 )
 from ckpttool.index.composites import MARK, Composite, collapse_composites, shape_of
 from ckpttool.index.draft import Draft, Dropped
-from ckpttool.index.names import canonical, original_path
+from ckpttool.index.names import original_path
 from ckpttool.index.records import Records
 from ckpttool.index.trees import nest
-from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of, known_orders, tree_of
+from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions, checkpoint_of, name_leaves, tree_of
 from ckpttool.printable import count_noun
 from ckpttool.program import Advice, Program
 from ckpttool.storage import source
@@ -114,14 +114,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     # a dict with a key that is not text is one value, at the root
     if () in entries or (not of_directory and not any(shape_of(x) is not None for x in entries.values())):
         raise Unsupported(f"{what} holds no tensor at a key of a dict; nothing in it is a state dict.", code="CKPT0307")
-    named = canonical(
-        entries,
-        shape_of,
-        options.like and options.like.optimizer,
-        same_bytes,
-        options.only,
-        known_orders(options),
-    )
+    named = name_leaves(entries, options)
     out = checkpoint_of(named, "full", source.root, None, [name], source)
     out.records, out.notes = Records(records), [*modules, *out.notes]
     try:

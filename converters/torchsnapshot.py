@@ -53,13 +53,11 @@ from ckpttool.index.checkpoint import (
     TensorEntry,
     joined,
     make_per_rank_path,
-    same_bytes,
     same_value,
 )
-from ckpttool.index.composites import shape_of
-from ckpttool.index.names import ROLES, canonical, with_canonical_keys
+from ckpttool.index.names import ROLES, with_canonical_keys
 from ckpttool.index.records import Records
-from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, known_orders
+from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, name_leaves
 from ckpttool.program import Program
 from ckpttool.storage.source import Source
 
@@ -96,16 +94,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     source = where.source
     world, entries = _read_manifest(source)
     reading = _Reading(source, world, entries, options)
-    named = with_canonical_keys(
-        canonical(
-            reading.leaves(),
-            shape_of,
-            options.like and options.like.optimizer,
-            same_bytes,
-            options.only,
-            known_orders(options),
-        )
-    )
+    named = with_canonical_keys(name_leaves(reading.leaves(), options))
     out = checkpoint_of(named, "torchsnapshot", source.root, world, reading.files, source)
     out.records = reading.records
     out.notes += reading.notes

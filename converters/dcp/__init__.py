@@ -50,7 +50,7 @@ from ckpttool.index.composites import shape_of
 from ckpttool.index.names import ROLES, canonical
 from ckpttool.index.paths import is_number_text
 from ckpttool.index.records import Extent, Record, Records
-from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, find_by_trainer, known_orders, late
+from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, find_by_trainer, name_leaves, late
 from ckpttool.program import Advice, ForTrainer, Program, SeenFolder, Unfinished
 from ckpttool.storage.overlay import LostBytes
 from ckpttool.storage.source import Source
@@ -122,14 +122,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
     reading.add_tensors()
     reading.add_values(ranks)
     leaves, lost = reading.leaves, reading.lost
-    named = canonical(
-        leaves,
-        shape_of,
-        options.like and options.like.optimizer,
-        None,
-        options.only,
-        known_orders(options),
-    )
+    named = name_leaves(leaves, options, None)
     out = checkpoint_of(named, "dcp", source.root, max(ranks.values(), default=0) + 1, index.files, source)
     out.records, out.ranks, out.spreads_tensors = reading.records, ranks, True
     out.salvage = Salvage(missing=_name_lost_leaves(leaves, lost)) if lost else None

@@ -23,13 +23,12 @@ from ckpttool.index.checkpoint import (
     TensorEntry,
     joined,
     make_per_rank_path,
-    same_bytes,
     same_value,
 )
-from ckpttool.index.composites import class_label, shape_of
-from ckpttool.index.names import ROLES, canonical
+from ckpttool.index.composites import class_label
+from ckpttool.index.names import ROLES
 from ckpttool.index.records import Records
-from ckpttool.layouts import Place, ReadOptions, checkpoint_of, known_orders
+from ckpttool.layouts import Place, ReadOptions, checkpoint_of, name_leaves
 from ckpttool.printable import list_first
 from ckpttool.storage.source import Source
 
@@ -74,9 +73,7 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
         items, key=lambda n: ("model", "optim").index(r) if (r := ROLES.get(n)) in ("model", "optim") else 2
     ):
         leaves |= reading.read_item(name, items[name], leaves)
-    named = canonical(
-        leaves, shape_of, options.like and options.like.optimizer, same_bytes, options.only, known_orders(options)
-    )
+    named = name_leaves(leaves, options)
     files = reading.files
     if described:
         files.number(METADATA)
