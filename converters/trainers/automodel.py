@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from ckpttool.program import Advice, Program, SeenFolder, Unfinished
 from ckpttool.storage.source import Source
 
-from .dialect import DATA, Dialect, DirectoryPart
+from .dialect import DATA, Dialect, DirectoryPart, make_resume_advice
 from .filenames import RNG_STATE, list_other_parts
 
 __all__ = ["AUTOMODEL", "TRANSFORMERS"]
@@ -111,12 +111,6 @@ def _count_rng_ranks(source: Source) -> int | None:
     return max((int(m["rank"] or 0) + 1 for m in found), default=None)
 
 
-def _describe_automodel_next_step(advice: Advice) -> str:
-    """Return advice: AutoModel resumes at the world size of the save; and the command that converts the checkpoint to
-    dcp."""
-    return f"resumes in NeMo AutoModel at {advice.ranks}; for torch's own: {advice.convert('--to dcp -n RANKS')}"
-
-
 def _find_unfinished_save(folder: SeenFolder) -> Unfinished | None:
     """Return the evidence that a save did not finish: a folder whose layout is known has AutoModel's marker
     .incomplete. None if there is none."""
@@ -177,7 +171,9 @@ AUTOMODEL = Dialect(
     world_size=_count_rng_ranks,
     notes=_note_unfinished_save,
     aliases=("nemo-automodel",),
-    program=Program(rows=_ROWS_OF_AUTOMODEL, next_step=_describe_automodel_next_step, unfinished=_find_unfinished_save),
+    program=Program(
+        rows=_ROWS_OF_AUTOMODEL, next_step=make_resume_advice("NeMo AutoModel", None), unfinished=_find_unfinished_save
+    ),
 )
 
 # -------------------------------------------------------------------------------------------------------- transformers

@@ -21,10 +21,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ckpttool.errors import Unsupported
-from ckpttool.program import Advice, Program, SeenFolder
+from ckpttool.program import Program, SeenFolder
 from ckpttool.storage.source import Source
 
-from .dialect import DATA, Dialect, DirectoryPart
+from .dialect import DATA, Dialect, DirectoryPart, make_resume_advice
 from .filenames import match_numbered_names
 
 __all__ = ["VEOMNI"]
@@ -106,12 +106,6 @@ def _note_unfinished_save(source: Source) -> Sequence[str]:
     return (f"no {_MANIFEST}, which VeOmni writes last: the save had not ended, and VeOmni does not resume from it",)
 
 
-def _describe_next_step(advice: Advice) -> str:
-    """Return advice: VeOmni resumes at the world size of the save; and the command that converts the checkpoint to
-    dcp."""
-    return f"resumes in VeOmni at {advice.ranks}; for torch's own: {advice.convert('--to dcp -n RANKS')}"
-
-
 def _find_missing_manifest(folder: SeenFolder) -> Iterator[str]:
     """Yield a text if the manifest, which VeOmni writes last, is missing in a folder with a model."""
     if "model" in folder.names and _MANIFEST not in folder.names:
@@ -166,5 +160,5 @@ VEOMNI = Dialect(
     parts=_list_parts,
     notes=_note_unfinished_save,
     world_size=lambda source: len(_list_rank_files(source, _STATE)) or None,
-    program=Program(rows=_ROWS, next_step=_describe_next_step, gaps=_find_missing_manifest),
+    program=Program(rows=_ROWS, next_step=make_resume_advice("VeOmni", None), gaps=_find_missing_manifest),
 )
