@@ -49,33 +49,28 @@ def match_numbered_names(names: Sequence[str], pattern: str) -> Iterator[tuple[s
 def list_model_parts(names: Sequence[str]) -> list[DirectoryPart]:
     """List the parts that hold models, by number, among the names in a directory. The number of each is the path below
     its component (`under`)."""
-    found: list[DirectoryPart] = []
     for pattern, layout in (
         (r"pytorch_model_fsdp_(\d+)", "dcp"),
         (r"pytorch_model_fsdp(?:_(\d+))?\.bin", "full"),
         (r"(?:adapter_model|model)(?:_(\d+))?\.safetensors", "hf"),
         (r"(?:pytorch_model|adapter_model)(?:_(\d+))?\.bin", "full"),
     ):
-        found = [DirectoryPart(name, layout, "model", (str(i),)) for name, i in match_numbered_names(names, pattern)]
-        if found:
-            break
-    else:
-        if "model.safetensors.index.json" in names:
-            found = [DirectoryPart("", "hf", "model", ("0",))]
-        elif shards := [n for n in names if re.fullmatch(r"pytorch_model-\d{5}-of-\d{5}\.bin", n)]:
-            found = [DirectoryPart(name, "full", "model", ("0",)) for name in shards]
-        elif any(match_numbered_names(names, r"pytorch_model_fsdp_rank(\d+)\.bin")):
-            found = [DirectoryPart("", "fsdp1", "model", ("0",))]
-    return found
+        if found := list(match_numbered_names(names, pattern)):
+            return [DirectoryPart(name, layout, "model", (str(i),)) for name, i in found]
+    if "model.safetensors.index.json" in names:
+        return [DirectoryPart("", "hf", "model", ("0",))]
+    if shards := [n for n in names if re.fullmatch(r"pytorch_model-\d{5}-of-\d{5}\.bin", n)]:
+        return [DirectoryPart(name, "full", "model", ("0",)) for name in shards]
+    of_ranks = any(match_numbered_names(names, r"pytorch_model_fsdp_rank(\d+)\.bin"))
+    return [DirectoryPart("", "fsdp1", "model", ("0",))] if of_ranks else []
 
 
 def list_optimizer_parts(names: Sequence[str]) -> list[DirectoryPart]:
     """List the parts that hold optimizers, by number, among the names in a directory. Optimizer i belongs to model
     i."""
     for pattern, layout in ((r"optimizer_(\d+)", "dcp"), (r"optimizer(?:_(\d+))?\.(?:bin|pt)", "full")):
-        found = [DirectoryPart(name, layout, "optim", (str(i),)) for name, i in match_numbered_names(names, pattern)]
-        if found:
-            return found
+        if found := list(match_numbered_names(names, pattern)):
+            return [DirectoryPart(name, layout, "optim", (str(i),)) for name, i in found]
     return []
 
 

@@ -583,10 +583,12 @@ def check_replicas_equal(ranks: RankedSave, names: Iterable[str], ckpt: Checkpoi
             tensor.
     """
     wanted = set(names)
-    jobs: dict[str, TensorEntry] = {}
     several = [(local, some) for local, some in ranks.copies.items() if len(some) > 1 and local.weight in wanted]
-    for k, (_, some) in enumerate(several):
-        jobs |= {f"{k}:{i}": replace(entry, path=("copy", k, i)) for i, (_, entry) in enumerate(some)}
+    jobs = {
+        f"{k}:{i}": replace(entry, path=("copy", k, i))
+        for k, (_, some) in enumerate(several)
+        for i, (_, entry) in enumerate(some)
+    }
     digests = proof_digests(jobs, ckpt, ranks.files.source)
     for k, (local, some) in enumerate(several):
         odd = next((i for i in range(len(some)) if digests[f"{k}:{i}"] != digests[f"{k}:0"]), None)
