@@ -302,6 +302,10 @@ class _Values:
     steps: dict[str, object] = field(default_factory=dict)  # by name of the value
     iteration: int | None = None
 
+    def set_aside(self, component: str, leaves: Leaves) -> None:
+        """Add leaves, {path in the component: leaf}, to `ours`."""
+        self.ours |= {(component, *p): x for p, x in leaves.items()}
+
 
 def _sort_values(ckpt: Checkpoint, objects: dict[str, Leaves], dropped: list[Dropped]) -> _Values:
     """Sort the values of a checkpoint by their place in common.pt.
@@ -367,6 +371,38 @@ def _build_common_state(
     found = _sort_values(ckpt, objects, dropped)
     made: dict[str, object] = {}
     out: dict[str, Any] = nest(found.extra) if found.extra else {}
+    _set_arguments(out, found, arguments, made, notes)
+    if "checkpoint_version" not in out:  # Megatron-LM takes weights without it for some whose qkv is ordered otherwise
+        out["checkpoint_version"] = made["extra.checkpoint_version"] = 3.0
+    out["iteration"] = found.iteration
+    if found.iteration is None:
+        out["iteration"] = step_count(ckpt.value) or 0
+        if not any(p[:2] == ("trainer", "iteration") for p in found.ours):  # what another program calls so
+            made["trainer.iteration"] = out["iteration"]
+    _set_foreign_scaler_aside(found, notes)
+    if found.groups or trained:
+        out["optimizer"] = _build_optimizer_state(ckpt, found, notes, options)
+    elif found.scaler:
+        found.set_aside("scaler", found.scaler)
+    _set_schedule(out, found, made, dropped, notes)
+    if found.ours:
+        out["ckpttool"] = nest(found.ours)
+    out["content_metadata"] = _CONTENT
+    return out, made
+
+
+def _set_arguments(
+    out: dict[str, Any], found: _Values, arguments: Mapping[str, object], made: dict[str, object], notes: list[str]
+) -> None:
+    """Set the arguments of a job in common.pt: those of the source, else those that config.json says.
+
+    Args:
+        out: the content of common.pt so far, with the source's arguments as plain data.
+        found: the values of the checkpoint; `ours` gets what another program calls arguments.
+        arguments: those to write if the source has none.
+        made: gets the values that the source does not have.
+        notes: gets a note on those.
+    """
     if "args" not in out and arguments:
         out["args"] = dict(arguments)
         made |= {f"extra.args.{k}": x for k, x in arguments.items()}
@@ -377,50 +413,56 @@ def _build_common_state(
     if isinstance(out.get("args"), dict) and all(isinstance(k, str) for k in out["args"]):
         out["args"] = from_plain_args(out["args"])
     elif "args" in out:  # what another program calls so
-        found.ours |= {("extra", *p): x for p, x in found.extra.items() if p[0] == "args"}
+        found.set_aside("extra", {p: x for p, x in found.extra.items() if p[0] == "args"})
         del out["args"]
-    if "checkpoint_version" not in out:  # Megatron-LM takes weights without it for some whose qkv is ordered otherwise
-        out["checkpoint_version"] = made["extra.checkpoint_version"] = 3.0
-    out["iteration"] = found.iteration
-    if found.iteration is None:
-        out["iteration"] = step_count(ckpt.value) or 0
-        if not any(p[:2] == ("trainer", "iteration") for p in found.ours):  # what another program calls so
-            made["trainer.iteration"] = out["iteration"]
+
+
+def _set_foreign_scaler_aside(found: _Values, notes: list[str]) -> None:
+    """Move the gradient scaler to `ours` if it is none that Megatron-Core loads; `notes` gets that."""
     scaler = nest(found.scaler) if found.scaler else None
-    if found.scaler and not _is_megatron_scaler(scaler):
-        found.ours |= {("scaler", *p): x for p, x in found.scaler.items()}
-        found.scaler = {}
-        if scaler is not None:
-            notes.append(
-                "the state of the gradient scaler is not of Megatron-Core's kind (scale, growth_tracker and "
-                "hysteresis_tracker), so it is kept where only ckpttool looks, and a job in fp16 starts with its "
-                "initial loss scale"
-            )
-    if found.groups or trained:
-        out["optimizer"] = _build_optimizer_state(ckpt, found, notes, options)
-    elif found.scaler:
-        found.ours |= {("scaler", *p): x for p, x in found.scaler.items()}
+    if not found.scaler or _is_megatron_scaler(scaler):
+        return
+    found.set_aside("scaler", found.scaler)
+    found.scaler = {}
+    if scaler is not None:
+        notes.append(
+            "the state of the gradient scaler is not of Megatron-Core's kind (scale, growth_tracker and "
+            "hysteresis_tracker), so it is kept where only ckpttool looks, and a job in fp16 starts with its "
+            "initial loss scale"
+        )
+
+
+def _set_schedule(
+    out: dict[str, Any], found: _Values, made: dict[str, object], dropped: list[Dropped], notes: list[str]
+) -> None:
+    """Set the learning rate schedule in common.pt: the source's if it is Megatron-Core's, else, beside an optimizer, a
+    constant one.
+
+    Args:
+        out: the content of common.pt so far, with the optimizer; its param groups may be changed.
+        found: the values of the checkpoint; `ours` gets a scheduler of another program.
+        made: gets the values that the source does not have.
+        dropped: gets values of a scheduler that have no place beside the schedule.
+        notes: gets a note on a constant schedule.
+    """
     if {p[0] for p in found.scheduler if p} & _SCHEDULE:
         out["opt_param_scheduler"] = nest(found.scheduler)
-    else:
-        found.ours |= {("scheduler", *p): x for p, x in found.scheduler.items()}
-    if "optimizer" in out and "opt_param_scheduler" not in out:
-        for path in [p for p in found.ours if p[0] == "scheduler" and (len(p) == 1 or isinstance(p[1], int))]:
-            del found.ours[path]
-            dropped.append(Dropped(joined(path), 0, _BESIDE_NAMES))
-        out["opt_param_scheduler"] = schedule = _make_constant_schedule(out["optimizer"])
-        made |= {f"scheduler.{k}": x for k, x in schedule.items()}
-        bounds = any("max_lr" in g for g in _list_param_groups(out["optimizer"]))
-        notes.append(
-            "Megatron-Core loads none of its optimizer without a schedule of its own, and the state has none: "
-            "common.pt has a constant learning rate. For a schedule of the job's own, start Megatron with "
-            "--override-opt_param-scheduler"
-            + (", and set max_lr and min_lr of its param groups after the load, which go before it" if bounds else "")
-        )
-    if found.ours:
-        out["ckpttool"] = nest(found.ours)
-    out["content_metadata"] = _CONTENT
-    return out, made
+        return
+    found.set_aside("scheduler", found.scheduler)
+    if "optimizer" not in out:
+        return
+    for path in [p for p in found.ours if p[0] == "scheduler" and (len(p) == 1 or isinstance(p[1], int))]:
+        del found.ours[path]
+        dropped.append(Dropped(joined(path), 0, _BESIDE_NAMES))
+    out["opt_param_scheduler"] = schedule = _make_constant_schedule(out["optimizer"])
+    made |= {f"scheduler.{k}": x for k, x in schedule.items()}
+    bounds = any("max_lr" in g for g in _list_param_groups(out["optimizer"]))
+    notes.append(
+        "Megatron-Core loads none of its optimizer without a schedule of its own, and the state has none: "
+        "common.pt has a constant learning rate. For a schedule of the job's own, start Megatron with "
+        "--override-opt_param-scheduler"
+        + (", and set max_lr and min_lr of its param groups after the load, which go before it" if bounds else "")
+    )
 
 
 def _derive_arguments(ckpt: Checkpoint, source: Source, options: WriteOptions) -> dict[str, object]:
