@@ -162,9 +162,8 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
                     f"{argument('ignore_recorded_digests', True)}, or remove {RECORD}.",
                     code="CKPT0414",
                 )
-        if new := [
-            n for n in stored.tensors if n not in expected and n not in {*found.added, *found.tied, *found.salvage}
-        ]:
+        known = {*expected, *found.added_or_dropped, *found.tied, *found.salvage}
+        if new := [n for n in stored.tensors if n not in known]:
             ckpt.notes.append(
                 f'{len(new)} tensors are not listed in {RECORD}, first "{new[0]}", so no digest of them was compared'
             )

@@ -53,7 +53,8 @@ class Recorded(ByFields):
 
     `tensors`   {name: (dtype, shape, BLAKE3 hex)}, tied names without bytes of their own included
     `tied`      those names
-    `added`     names that the layout added, which were not in the source of the conversion, and those it dropped:
+    `added_or_dropped`
+                names that the layout added, which were not in the source of the conversion, and those it dropped:
                 a reader may find others under them, as the step of a whole group
     `made`      {name: data} of values likewise
     `values`    {name: value_digests.value_digest}; None in a record of before they were recorded
@@ -68,7 +69,7 @@ class Recorded(ByFields):
 
     tensors: Mapping[str, tuple[str, tuple[int, ...], str]] = field(default_factory=dict)
     tied: frozenset[str] = frozenset()
-    added: frozenset[str] = frozenset()
+    added_or_dropped: frozenset[str] = frozenset()
     made: Mapping[str, object] = field(default_factory=dict)
     values: Mapping[str, str] | None = None
     whole: Mapping[str, Value] = field(default_factory=dict)
@@ -119,7 +120,9 @@ def read_record(source: Source) -> Recorded | None:
         return Recorded(
             {n: _parse_tensor_entry(*t) for n, t in found["tensors"].items()},
             tied=frozenset(found["tied"]),
-            added=frozenset(map(str, [*found.get("added", ()), *(name for name, *_ in found.get("dropped", ()))])),
+            added_or_dropped=frozenset(
+                map(str, [*found.get("added", ()), *(name for name, *_ in found.get("dropped", ()))])
+            ),
             made=found.get("made")
             or {n: v.data for n, v in values.from_json_tree(found.get("added_values", {})).items()},
             values=None if digests is None else {str(n): str(d) for n, d in digests.items()},

@@ -451,7 +451,7 @@ def compare_recorded_digests(opened: OpenCheckpoint, found: Mapping[str, str], o
         mine: dict[str, object] = {
             n: (ckpt.tensors[n].dtype, ckpt.tensors[n].shape, d)
             for n, d in found.items()
-            if n not in record.added and not record.salvage.get(n, "").startswith("rebuilt")
+            if n not in record.added_or_dropped and not record.salvage.get(n, "").startswith("rebuilt")
         }
         if record.values is not None:
             mine |= {n: d for n, d in held.items() if n not in expected}
