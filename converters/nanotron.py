@@ -95,6 +95,25 @@ class _Part(NamedTuple):
     held: tuple[_Box, ...]
 
 
+@dataclass(eq=False, repr=False)
+class _OptimizerState(ByFields):
+    """What the optimizer's files hold together, while they are read.
+
+    `ranges` is param_name_to_dp_rank_offsets of optimizer_config.json: {parameter: {data parallel rank: flat range}}.
+    `held` and `dtypes` are of each (parameter, slot), "" for its fp32 copy; `steps` (value, leaf) of numbers that all
+    ranks have. `slots` are the names of each parameter's slots, `groups` (hyperparameters, names of the parameters),
+    `unnamed` the numbers of groups with a parameter without a name.
+    """
+
+    ranges: dict[str, Any]
+    held: dict[tuple[str, str], list[_Held]] = field(default_factory=dict)
+    dtypes: dict[tuple[str, str], str] = field(default_factory=dict)
+    steps: dict[tuple[str, str], tuple[object, object]] = field(default_factory=dict)
+    slots: dict[str, set[str]] = field(default_factory=dict)
+    groups: list[tuple[dict[str, Any], dict[str, None]]] = field(default_factory=list)
+    unnamed: dict[int, None] = field(default_factory=dict)
+
+
 def detect(where: Place) -> tuple[bool, str]:
     """Return whether a place is a folder with checkpoint_metadata.json and model/, and the reason as text."""
     if where.file is not None:
@@ -310,63 +329,72 @@ class _Reading(ByFields):
             )
         ranges = self._get_object(file, self._get_object(file, config, "configs"), "param_name_to_dp_rank_offsets")
         _, dps, tps = self._check_ranks(names, sizes, bool(ranges))
-        state: dict[tuple[str, str], list[_Held]] = {}
-        dtypes: dict[tuple[str, str], str] = {}
-        steps: dict[tuple[str, str], tuple[object, object]] = {}
-        groups: list[tuple[dict[str, Any], dict[str, None]]] = []
-        slots: dict[str, set[str]] = {}
-        unnamed: dict[int, None] = {}
+        state = _OptimizerState(ranges)
         self.source.prefetch_ends(f"optimizer/{n}" for n in names)
         for file in names:
             m = _OPTIMIZER.fullmatch(file)
             assert m is not None
             number, tree = self._read_torch_file(f"optimizer/{file}")
-            rank = self.ranks[number] = (int(m["pp"]) * dps + int(m["dp"] or 0)) * tps + int(m["tp"])
+            self.ranks[number] = (int(m["pp"]) * dps + int(m["dp"] or 0)) * tps + int(m["tp"])
             try:
-                called = {k: self._to_model_name(str(n)) for k, n in tree["names"].items()}
-                for k, name in called.items():
-                    if (own := set(tree["state"].get(k, {}))) != slots.setdefault(name, own):
-                        raise ValueError(f"{name} has {sorted(own)}, elsewhere {sorted(slots[name])}")
-                for key in (k for k in tree if k not in _OF_OPTIMIZER):
-                    self._add_leaves(("extra", *make_per_rank_path(rank, ("optim", str(key)))), number, tree[key])
-                rows = [(called[k], slot, x) for k, slots in tree["state"].items() for slot, x in slots.items()]
-                rows += [
-                    (self._to_model_name(str(n)), "", x) for n, x in (tree.get("gradient_accumulator") or {}).items()
-                ]
-                for name, slot, x in rows:
-                    if not isinstance(x, StoredTensor) or not x.shape:
-                        self._add_replicated_number(steps, name, slot, number, x)
-                        continue
-                    flat = ranges.get(name, ranges.get(f"module.{name}"))
-                    bounds = (int(flat[m["dp"]][0]), int(flat[m["dp"]][1])) if flat is not None else None
-                    if dtypes.setdefault((name, slot), x.dtype) != x.dtype:
-                        raise ValueError(f"{name} {slot} is {x.dtype}, elsewhere {dtypes[name, slot]}")
-                    state.setdefault((name, slot), []).extend(
-                        self._find_slot_boxes(name, int(m["pp"]), int(m["tp"]), number, x, bounds)
-                    )
-                    self.records += x.storage.records(number)
-                for i, group in enumerate(tree["param_groups"]):
-                    hyper = {k: v for k, v in group.items() if k != "params"}
-                    if i == len(groups):
-                        groups.append((hyper, {}))
-                    elif groups[i][0] != hyper:
-                        self.notes.append(
-                            f"ranks differ in param group {i}; that of the first file is kept, not that of {file}"
-                        )
-                    groups[i][1].update(dict.fromkeys(called[k] for k in group["params"] if k in called))
-                    if any(k not in called for k in group["params"]):
-                        unnamed[i] = None
+                self._add_optimizer_file(state, m, number, tree)
             except (KeyError, TypeError, AttributeError, ValueError, IndexError) as e:
                 raise Corrupt(
                     f"{self.source.root}/optimizer/{file}: not what nanotron saves ({type(e).__name__}: {e}).",
                     code="CKPT0406",
                 ) from None
-        for (name, slot), held in state.items():
+        for (name, slot), held in state.held.items():
             path: Path = ("optim", "state", name, slot) if slot else ("extra", "master", name)
-            self._assemble_tensor(path, dtypes[name, slot], self.shapes[name], held)
-        for (name, slot), (_, leaf) in steps.items():
+            self._assemble_tensor(path, state.dtypes[name, slot], self.shapes[name], held)
+        for (name, slot), (_, leaf) in state.steps.items():
             self._add_leaf(("optim", "state", name, slot), leaf)
-        self._add_param_groups(groups, unnamed)
+        self._add_param_groups(state.groups, state.unnamed)
+
+    def _add_optimizer_file(self, state: _OptimizerState, m: re.Match[str], number: int, tree: dict[str, Any]) -> None:
+        """Add what a rank's file of the optimizer holds to `state`, and what is neither a slot nor a param group to the
+        index.
+
+        Args:
+            state: what the files read before hold.
+            m: the match of `_OPTIMIZER` with the name of the file.
+            number: number of the file.
+            tree: its content.
+
+        Raises:
+            Corrupt: the rank has another step. KeyError, TypeError, AttributeError, ValueError, IndexError: the file is
+                not as nanotron saves it, or contradicts others.
+        """
+        called = {k: self._to_model_name(str(n)) for k, n in tree["names"].items()}
+        for k, name in called.items():
+            if (own := set(tree["state"].get(k, {}))) != state.slots.setdefault(name, own):
+                raise ValueError(f"{name} has {sorted(own)}, elsewhere {sorted(state.slots[name])}")
+        for key in (k for k in tree if k not in _OF_OPTIMIZER):
+            self._add_leaves(("extra", *make_per_rank_path(self.ranks[number], ("optim", str(key)))), number, tree[key])
+        rows = [(called[k], slot, x) for k, slots in tree["state"].items() for slot, x in slots.items()]
+        rows += [(self._to_model_name(str(n)), "", x) for n, x in (tree.get("gradient_accumulator") or {}).items()]
+        for name, slot, x in rows:
+            if not isinstance(x, StoredTensor) or not x.shape:
+                self._add_replicated_number(state.steps, name, slot, number, x)
+                continue
+            flat = state.ranges.get(name, state.ranges.get(f"module.{name}"))
+            bounds = (int(flat[m["dp"]][0]), int(flat[m["dp"]][1])) if flat is not None else None
+            if state.dtypes.setdefault((name, slot), x.dtype) != x.dtype:
+                raise ValueError(f"{name} {slot} is {x.dtype}, elsewhere {state.dtypes[name, slot]}")
+            state.held.setdefault((name, slot), []).extend(
+                self._find_slot_boxes(name, int(m["pp"]), int(m["tp"]), number, x, bounds)
+            )
+            self.records += x.storage.records(number)
+        for i, group in enumerate(tree["param_groups"]):
+            hyper = {k: v for k, v in group.items() if k != "params"}
+            if i == len(state.groups):
+                state.groups.append((hyper, {}))
+            elif state.groups[i][0] != hyper:
+                self.notes.append(
+                    f"ranks differ in param group {i}; that of the first file is kept, not that of {m[0]}"
+                )
+            state.groups[i][1].update(dict.fromkeys(called[k] for k in group["params"] if k in called))
+            if any(k not in called for k in group["params"]):
+                state.unnamed[i] = None
 
     def _add_param_groups(self, groups: list[tuple[dict[str, Any], dict[str, None]]], unnamed: Iterable[int]) -> None:
         """Add the param groups to the index.
