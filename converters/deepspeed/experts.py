@@ -118,6 +118,11 @@ class Experts:
         """
         self.ranks, self.counts, self.names, self.stacked = ranks, counts, names, stacked
 
+    @classmethod
+    def none(cls, world: int) -> Experts:
+        """Return the experts of a job of `world` ranks that has none."""
+        return cls(ExpertRanks(world, False), {}, [], {})
+
     def global_name(self, name: str, expert_rank: int, size: int) -> str:
         """Return the name in the whole model of a parameter that a rank calls `name`; `name` itself if it is not an
         expert's.

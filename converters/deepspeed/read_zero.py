@@ -16,7 +16,7 @@ from ckpttool.layouts import Place, ReadOptions
 from ckpttool.printable import count_noun
 
 from . import files as ds
-from .experts import EXPERT_NAME, ExpertRanks, Experts, read_expert_files, read_stage0_experts
+from .experts import EXPERT_NAME, Experts, read_expert_files, read_stage0_experts
 from .files import File, FlatRange
 from .geometry import FlatPlace, Groups, elements_per_rank, partition_parameters
 from .module_state import DERIVED, SaveReader
@@ -414,9 +414,7 @@ def _read_pipeline(reading: SaveReader) -> Checkpoint:
     for number, (model, save) in enumerate(stages):
         reading.save = save
         before = dict(reading.masters), dict(reading.optim)
-        _, own, optim = _add_stage12(
-            reading, model, Experts(ExpertRanks(model.get("dp_world_size", int), False), {}, [], {})
-        )
+        _, own, optim = _add_stage12(reading, model, Experts.none(model.get("dp_world_size", int)))
         copies = dict.fromkeys(n for g in own for n in g if n in before[0])
         twice += copies
         both = [(before[0][n], reading.masters[n]) for n in copies]

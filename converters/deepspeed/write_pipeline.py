@@ -20,7 +20,7 @@ from ckpttool.layouts import WriteOptions
 
 from ..options import ZeroOptions
 from . import write_common as dw
-from .experts import ExpertRanks, Experts
+from .experts import Experts
 from .pipeline import Pipeline
 from .write_experts import refuse_experts
 from .write_optimizers import OptimizerFiles
@@ -126,8 +126,8 @@ def write_stages(plan: dw.SavePlan, options: WriteOptions, world: int, pipeline:
         }
         numbers.append(files.add(f"{plan.tag}/{local.model_rank}_model_states.pt", content, tree.sizes))
         trees.append(tree)
-        experts = Experts(ExpertRanks(replicas, False), {}, [], {})
-        out = OptimizerFiles(local, groups, replicas, experts, groups, [replicas] * len(groups))
+        of_groups = [replicas] * len(groups)
+        out = OptimizerFiles(local, groups, replicas, Experts.none(replicas), groups, of_groups)
         out.add(files, [[g] for g in range(len(groups))])
         dropped |= {d.name: d for d in out.dropped}
         for name, t in out.tensors.items():

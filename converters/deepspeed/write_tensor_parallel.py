@@ -23,7 +23,7 @@ from ckpttool.index.draft import Draft, Dropped
 from ckpttool.layouts import WriteOptions
 
 from . import write_common as dw
-from .experts import ExpertRanks, Experts
+from .experts import Experts
 from .geometry import split_groups
 from .tensor_cuts import (
     ParameterCut,
@@ -72,9 +72,8 @@ def write_tensor_ranks(plan: dw.SavePlan, options: WriteOptions, world: int, ran
         groups, ids = split_groups(named, plan.stage, replicas, plan.sub_group_size)
         models.append(dw.ModelStateFiles(local, groups, replicas))
         models[-1].add(files, each_rank=plan.stage == 3)
-        experts = Experts(ExpertRanks(replicas, False), {}, [], {})
         of_groups = [] if plan.stage == 3 else [replicas] * len(groups)
-        optimizers.append(OptimizerFiles(local, groups, replicas, experts, groups, of_groups))
+        optimizers.append(OptimizerFiles(local, groups, replicas, Experts.none(replicas), groups, of_groups))
         optimizers[-1].add(files, ids)
     files.literal("latest", plan.tag.encode())
 

@@ -16,7 +16,7 @@ from ckpttool.storage.source import Source
 
 from ..options import ZeroOptions
 from . import write_common as dw
-from .experts import ExpertRanks, Experts
+from .experts import Experts
 from .geometry import split_groups
 from .write_experts import plan_experts, refuse_experts, refuse_pipeline, to_local_groups
 from .write_optimizers import OptimizerFiles
@@ -60,7 +60,7 @@ def write_stage(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: 
         return write_tensor_ranks(plan, options, world, own.tensor_parallel)
     if stage == 3:
         refuse_experts(state, own.expert_parallel, "ZeRO-3")
-        experts, replicas = Experts(ExpertRanks(world, False), {}, [], {}), list[int]()
+        experts, replicas = Experts.none(world), list[int]()
     else:
         experts, replicas = plan_experts(plan, world, own.expert_parallel)
     named = [{n: tensors[n].shape for n in g.params} for g in state.groups]
