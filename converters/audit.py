@@ -188,7 +188,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         t, p = wanted[name], planned.places[name]
         tensors[name] = TensorEntry(t.dtype, t.shape, t.path, Chunks.whole(t.shape, 0, p.at, p.nbytes))
     # the small files, which are complete once the tensors were hashed
-    now = _get_given_time(own) or datetime.now(UTC).replace(microsecond=0)
+    now = datetime.now(UTC).replace(microsecond=0) if own.epoch is None else datetime.fromtimestamp(own.epoch, UTC)
     story = provenance.collect_provenance(own, now, mtime, ckpt, source, options.config)
     kept = retention.encode_retention(own.retain, own.hold, now)
     parsed = retention.decode_retention(kept, plan.RETENTION) if kept is not None else None
@@ -402,11 +402,6 @@ class _EncryptedSink:
         """Release what compresses and what encrypts."""
         self.frames.close()
         self.seal.close()
-
-
-def _get_given_time(how: ArchiveOptions) -> datetime | None:
-    """Return the time that the user gave for a reproducible archive; None where none was given."""
-    return None if how.epoch is None else datetime.fromtimestamp(how.epoch, UTC)
 
 
 def _get_member_time(how: ArchiveOptions, source: Source) -> int:

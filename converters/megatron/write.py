@@ -560,9 +560,9 @@ def _build_optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str], 
     groups = [g for _, g in sorted(values.groups.items())]
     found = [{k: x for k, x in nest(g).items() if k != "params"} for g in groups]
     members = [list(g.get(("params",), ())) for g in groups]
-    if not found or not all("wd_mult" in g or "pre_wd_mult" in g for g in found):
-        found, members = _to_megatron_groups(ckpt, found, members, notes)
     qk_norms_decay = decays_qk_norms(lambda name: ckpt.value(f"extra.args.{name}"))
+    if not found or not all("wd_mult" in g or "pre_wd_mult" in g for g in found):
+        found, members = _to_megatron_groups(ckpt, found, members, qk_norms_decay, notes)
     for g, names in zip(found, members, strict=True):
         odd = [
             n
@@ -653,7 +653,7 @@ def _make_plain_optimizer(groups: list[dict[str, Any]], steps: Iterable[float], 
 
 
 def _to_megatron_groups(
-    ckpt: Checkpoint, groups: list[dict[str, Any]], members: list[list[str]], notes: list[str]
+    ckpt: Checkpoint, groups: list[dict[str, Any]], members: list[list[str]], qk_norms_decay: bool, notes: list[str]
 ) -> tuple[list[dict[str, object]], list[list[str]]]:
     """Turn the param groups of another trainer into Megatron-Core's two: with weight decay and without.
 
@@ -661,6 +661,7 @@ def _to_megatron_groups(
         ckpt: the source, for the shapes of its weights.
         groups: the hyperparameters of each of its param groups.
         members: the names of the parameters of each.
+        qk_norms_decay: whether norms of queries and keys have weight decay (`decays_qk_norms`).
         notes: the list to which a note is added if a parameter loses its weight decay.
 
     Returns:
@@ -684,7 +685,6 @@ def _to_megatron_groups(
                 f"makes its groups by that. {argument('only', ['model'])} leaves the optimizer out.",
                 code="CKPT0316",
             )
-    qk_norms_decay = decays_qk_norms(lambda name: ckpt.value(f"extra.args.{name}"))
     decays = {g.get("weight_decay", 0.0) for g in groups} - {0.0}
     odd = next((k for g in alike[1:] for k in {**alike[0], **g} if g.get(k) != alike[0].get(k)), None)
     if odd or len(decays) > 1:
