@@ -632,27 +632,24 @@ class ModelStateFiles:
         `each_rank` is whether each file has its rank's own values, such as random states.
         """
         plan, state = self.plan, self.plan.state
-        numbers, trees = [], []
+        placed: list[tuple[int, FileTree]] = []  # number of a file, its tensors
         for rank in range(self.world if self.stage == 3 else 1):
             tree = FileTree(rank)
             content = self._build_model_tree(tree, rank, each_rank)
             name = f"zero_pp_rank_{rank}_{plan.model_rank}" if self.stage == 3 else plan.model_rank
-            numbers.append(files.add(f"{plan.tag}/{name}_model_states.pt", content, tree.sizes))
-            trees.append(tree)
+            placed.append((files.add(f"{plan.tag}/{name}_model_states.pt", content, tree.sizes), tree))
         for name, tree, content in self._build_expert_files():
-            numbers.append(files.add(f"{plan.tag}/{name}", content, tree.sizes))
-            trees.append(tree)
+            placed.append((files.add(f"{plan.tag}/{name}", content, tree.sizes), tree))
         for n in (n for own in plan.stacks.values() for n in own):
             t = self._cast_module_tensor(n)
             one = t.numel // t.shape[0]
-            of_experts = [(f, tree) for f, tree in zip(numbers, trees, strict=True) if n in tree.holes]
             cuts = [
                 FlatRange(e * one, (e + 1) * one, f, files.offset(f, tree.holes[n]))
-                for e, (f, tree) in enumerate(of_experts)
+                for e, (f, tree) in enumerate(row for row in placed if n in row[1].holes)
             ]
             self.tensors[joined(t.path)] = build_entry_from_ranges(t.shape, t.dtype, t.path, cuts)
             self.sources[joined(t.path)] = state.tensors[n]
-        self.record(files, numbers, trees)
+        self.record(files, placed)
         for n in state.frozen if self.stage == 3 else ():
             t = plan.tensors[n]
             part = -(-t.numel // self.world)
@@ -660,21 +657,16 @@ class ModelStateFiles:
                 FlatRange(
                     r * part, min((r + 1) * part, t.numel), number, files.offset(number, tree.holes[f"frozen {n}"])
                 )
-                for r, (number, tree) in enumerate(zip(numbers, trees, strict=True))
+                for r, (number, tree) in enumerate(placed)
                 if r * part < t.numel
             ]
             self.tensors[f"model.{n}"] = build_entry_from_ranges(t.shape, t.dtype, t.path, cuts)
             self.sources[f"model.{n}"] = state.tensors[n]
 
-    def record(self, files: TorchFiles, numbers: list[int], trees: list[FileTree]) -> None:
-        """Record where the whole tensors of files lie, and what fills them.
-
-        Args:
-            files: all files of the save.
-            numbers: the number in `files` of each file.
-            trees: the tensors of each file.
-        """
-        for number, tree in zip(numbers, trees, strict=True):
+    def record(self, files: TorchFiles, placed: Iterable[tuple[int, FileTree]]) -> None:
+        """Record where the whole tensors of files lie, and what fills them. `files` are all files of the save, `placed`
+        (number in `files`, tensors) of those to record."""
+        for number, tree in placed:
             for name, (key, entry, origin) in tree.whole.items():
                 at = files.offset(number, key)
                 self.tensors[name] = replace(

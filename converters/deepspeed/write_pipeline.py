@@ -93,7 +93,7 @@ def write_stages(plan: dw.SavePlan, options: WriteOptions, world: int, pipeline:
     models = dw.ModelStateFiles(plan, named, replicas)
 
     # the weights, in a file for each layer, as every stage reads those of its own
-    numbers, trees, seen = list[int](), list[dw.FileTree](), Counter[str]()
+    placed, seen = list[tuple[int, dw.FileTree]](), Counter[str]()
     for file, keys in pipeline.layers.items():
         names = tuple(keys.values())
         tree = dw.FileTree(seen[names[0]] if names else 0)  # a tied layer may have several files
@@ -102,8 +102,7 @@ def write_stages(plan: dw.SavePlan, options: WriteOptions, world: int, pipeline:
             key: tree.add_tree(state.extra_states[n]) if n in state.extra_states else models.add_module_tensor(tree, n)
             for key, n in keys.items()
         }
-        numbers.append(files.add(f"{plan.tag}/{file}", content, tree.sizes))
-        trees.append(tree)
+        placed.append((files.add(f"{plan.tag}/{file}", content, tree.sizes), tree))
 
     # masters and moments: each stage is a job of ZeRO-1 by itself, with a model file that has no weights
     tensors, sources = dict[str, TensorEntry](), dict[str, TensorEntry]()
@@ -124,8 +123,7 @@ def write_stages(plan: dw.SavePlan, options: WriteOptions, world: int, pipeline:
             "dp_world_size": replicas,
             "checkpoint_parallel_dimensions": {"pp_degree": stages, "tp_degree": 1},
         }
-        numbers.append(files.add(f"{plan.tag}/{local.model_rank}_model_states.pt", content, tree.sizes))
-        trees.append(tree)
+        placed.append((files.add(f"{plan.tag}/{local.model_rank}_model_states.pt", content, tree.sizes), tree))
         of_groups = [replicas] * len(groups)
         out = OptimizerFiles(local, groups, replicas, Experts.none(replicas), groups, of_groups)
         out.add(files, [[g] for g in range(len(groups))])
@@ -134,7 +132,7 @@ def write_stages(plan: dw.SavePlan, options: WriteOptions, world: int, pipeline:
             at = ("replica", s, *t.path) if name in tensors else t.path  # a tied layer of an earlier stage, too
             tensors[joined(at)], sources[joined(at)] = replace(t, path=at), out.sources[name]
     files.literal("latest", plan.tag.encode())
-    models.record(files, numbers, trees)
+    models.record(files, placed)
     checkpoint = Checkpoint("zero1", options.target, world, [], [], tensors, {})
     return models.draft(files, checkpoint, sources, list[Dropped](dropped.values()))
 
