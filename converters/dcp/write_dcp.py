@@ -443,11 +443,9 @@ class _Emitter:
         self.out = bytearray(b"\x80\x02")
         self.memo: dict[object, bytes] = {}
         self.sizes: dict[tuple[int, ...], bytes] = {}
-        for module, name in self.GLOBALS:
-            self._emit_memoized(name, f"c{module}\n{name}\n".encode())
-            self.out += b"0"
-        for key in self.KEYS:
-            self._emit_memoized(key, _pickle_text(key))
+        codes = {name: f"c{module}\n{name}\n".encode() for module, name in self.GLOBALS}
+        for key, code in (codes | {key: _pickle_text(key) for key in self.KEYS}).items():
+            self._emit_memoized(key, code)
             self.out += b"0"
 
     def _emit_memoized(self, key: object, code: bytes) -> None:
