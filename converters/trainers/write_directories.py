@@ -44,7 +44,8 @@ __all__ = [
     "count_steps",
     "describe_other_schedulers",
     "explain_missing_scheduler",
-    "find_only_scheduler",
+    "make_scheduler_file",
+    "refuse_missing_weights",
     "refuse_several_optimizers",
     "refuse_unfit_optimizer",
     "select_leaves_below",
@@ -116,6 +117,19 @@ def refuse_unfit_optimizer(ckpt: Checkpoint, trainer: str, by_parameter: bool = 
         )
 
 
+def refuse_missing_weights(ckpt: Checkpoint, why: str) -> None:
+    """Raise if there are no weights, but for what is left of a damaged checkpoint; `why` is a main clause of the
+    message.
+
+    Raises:
+        Unsupported: there are none.
+    """
+    if ckpt.salvage is None and not any(t.path[0] == "model" for t in ckpt.tensors.values()):
+        raise Unsupported(
+            f"the checkpoint holds no model weights, and {why}.{describe_weights_elsewhere(ckpt)}", code="CKPT0317"
+        )
+
+
 def _select_leaves(ckpt: Checkpoint, *head: str | int) -> dict[Path, object]:
     """Return {path: leaf} of the entries whose canonical path begins with `head`, including one at `head` itself."""
     return {p: leaf for p, leaf in ckpt.leaves().items() if p[: len(head)] == head}
@@ -127,7 +141,7 @@ def select_leaves_below(ckpt: Checkpoint, *head: str | int) -> dict[Path, object
     return {p: leaf for p, leaf in _select_leaves(ckpt, *head).items() if len(p) > len(head)}
 
 
-def find_only_scheduler(ckpt: Checkpoint) -> dict[Path, object]:
+def _find_only_scheduler(ckpt: Checkpoint) -> dict[Path, object]:
     """Return {canonical path: leaf} of the scheduler; empty where there is none, or several: a list, or a dict by
     class."""
     found = select_leaves_below(ckpt, "scheduler")
@@ -136,7 +150,7 @@ def find_only_scheduler(ckpt: Checkpoint) -> dict[Path, object]:
 
 
 def explain_missing_scheduler(ckpt: Checkpoint) -> str:
-    """Return why `find_only_scheduler` finds no scheduler, as a main clause."""
+    """Return why `_find_only_scheduler` finds no scheduler, as a main clause."""
     several = bool(select_leaves_below(ckpt, "scheduler"))
     return "the source has several schedulers" if several else "the source has no scheduler"
 
@@ -144,7 +158,7 @@ def explain_missing_scheduler(ckpt: Checkpoint) -> str:
 def _list_schedulers(ckpt: Checkpoint) -> list[tuple[set[Path], dict[Path, object]]]:
     """Return [(canonical paths, {path in the state dict: leaf})], one per scheduler, by number. Several schedulers are
     numbered below "scheduler"."""
-    if only := find_only_scheduler(ckpt):
+    if only := _find_only_scheduler(ckpt):
         return [(set(only), strip_paths(only, 1))]
     found = select_leaves_below(ckpt, "scheduler")
     if not all(len(p) > 2 and str(p[1]).isdecimal() for p in found):
@@ -192,12 +206,12 @@ def strip_paths(leaves: Mapping[Path, object], cut: int, names: Mapping[str, str
     return {(names.get(str(p[cut]), p[cut]), *p[cut + 1 :]): leaf for p, leaf in leaves.items() if len(p) > cut}
 
 
-def _make_scheduler_file(ckpt: Checkpoint, placed: set[Path]) -> list[SmallFile]:
-    """Return [scheduler.pt]; [] if the source has no scheduler, or several. `placed` gets the canonical paths in the
-    file."""
-    scheduler = find_only_scheduler(ckpt)
+def make_scheduler_file(ckpt: Checkpoint, placed: set[Path], name: str = "scheduler.pt") -> list[SmallFile]:
+    """Return [the file of this name with the scheduler]; [] if the source has no scheduler, or several. `placed` gets
+    the canonical paths in the file."""
+    scheduler = _find_only_scheduler(ckpt)
     placed |= set(scheduler)
-    return [SmallFile("scheduler.pt", strip_paths(scheduler, 1))] if scheduler else []
+    return [SmallFile(name, strip_paths(scheduler, 1))] if scheduler else []
 
 
 def _is_plain_grad_scaler(state: Mapping[Path, object]) -> bool:
@@ -363,12 +377,7 @@ def _draft_directory(
     Raises:
         Unsupported: there are no weights, or the optimizer's parameters cannot be numbered.
     """
-    if ckpt.salvage is None and not any(t.path[0] == "model" for t in ckpt.tensors.values()):
-        raise Unsupported(
-            "the checkpoint holds no model weights, and a job resumes from no directory without "
-            f"them.{describe_weights_elsewhere(ckpt)}",
-            code="CKPT0317",
-        )
+    refuse_missing_weights(ckpt, "a job resumes from no directory without them")
     kind = state_dict_type(ckpt, options)
     ckpt, groups, of_groups = add_missing_options(ckpt, by_dcp=kind == "sharded")
     parts = draft_model_and_optimizer(ckpt, source, options, _NAMES_OF[name], at_root=name == "llamafactory")
@@ -434,7 +443,7 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
     alone = world == 1 and state_dict_type(ckpt, options) == "ddp"  # not launched as a distributed job
     placed: set[Path] = set()
     copies: set[Path] = set()
-    small, notes = _make_scheduler_file(ckpt, placed), []
+    small, notes = make_scheduler_file(ckpt, placed), []
     if not small:
         notes.append(
             f"{explain_missing_scheduler(ckpt)}: Trainer resumes an optimizer only where scheduler.pt is there too"
@@ -507,7 +516,7 @@ def write_llamafactory(ckpt: Checkpoint, source: Source, options: WriteOptions) 
     world = options.ranks(ckpt)
     placed: set[Path] = set()
     copies: set[Path] = set()
-    small = _make_scheduler_file(ckpt, placed)
+    small = make_scheduler_file(ckpt, placed)
     keys = {"cpu": "torch", "cuda": "accelerator"}
     most = None if world == ckpt.world_size else world  # it stops where the list is longer than the GPUs of a node
     rng, notes = _make_rng_files(ckpt, world, "rng_state/rank_{}.pt", keys, placed, copies, most_gpus=most)

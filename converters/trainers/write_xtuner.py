@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckpttool.errors import Unsupported
 from ckpttool.index.checkpoint import Checkpoint, Path, joined
 from ckpttool.index.draft import Draft
-from ckpttool.index.names import describe_weights_elsewhere
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
@@ -17,7 +15,8 @@ from .write_directories import (
     count_steps,
     describe_other_schedulers,
     explain_missing_scheduler,
-    find_only_scheduler,
+    make_scheduler_file,
+    refuse_missing_weights,
     refuse_unfit_optimizer,
     select_leaves_below,
     strip_paths,
@@ -37,11 +36,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         Unsupported: there are no weights, or several optimizers.
     """
     refuse_unfit_optimizer(ckpt, "xtuner")
-    if ckpt.salvage is None and not any(t.path[0] == "model" for t in ckpt.tensors.values()):
-        raise Unsupported(
-            f"the checkpoint holds no model weights, and xtuner asks for them.{describe_weights_elsewhere(ckpt)}",
-            code="CKPT0317",
-        )
+    refuse_missing_weights(ckpt, "xtuner asks for them")
     world, placed = options.ranks(ckpt), set[Path]()
     ckpt, groups, notes = add_missing_options(ckpt)
     weights = replace(ckpt.only(("model", "optim")), origin={}, ranks={}, notes=[])
@@ -55,10 +50,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         placed |= loader.keys()
     else:
         notes.append("the source has no data loader of xtuner's: load with LoadCheckpointConfig(load_dataset=False)")
-    if scheduler := find_only_scheduler(ckpt):
-        small.append(SmallFile("lr_scheduler", strip_paths(scheduler, 1)))
-        placed |= scheduler.keys()
-    else:
+    small += (scheduler := make_scheduler_file(ckpt, placed, "lr_scheduler"))
+    if not scheduler:
         notes.append(f"{explain_missing_scheduler(ckpt)}: load with LoadCheckpointConfig(load_scheduler=False)")
     epoch = ckpt.value("trainer.epoch")
     counters = {
