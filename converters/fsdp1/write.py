@@ -36,7 +36,7 @@ from ckpttool.formats.sharded import ShardTable, make_sharded_tensor
 from ckpttool.formats.stored_tensors import Inline
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
-from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Leaves, Path, TensorEntry, Value, joined
+from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Leaves, Path, TensorEntry, joined
 from ckpttool.index.draft import Draft
 from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions
@@ -80,7 +80,12 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         _write_optimizer(out, state, plan)
     out.files.literal(flat_layout.RECORD, bounded_json.encode(flat_layout.to_json(plan.layout), indent=1) + b"\n")
     gone = {d.name for d in state.dropped}
-    after = {n: v for n, v in _predict_group_values(plan).items() if n not in state.inlined}
+    # a reader finds parameters in the place of flat parameters
+    trained = [
+        ParamGroup(tuple(flat_layout.list_trained_parameters(plan.layout, names)), hyper)
+        for names, hyper in plan.groups or ()
+    ]
+    after = {n: v for n, v in list_group_values(trained).items() if n not in state.inlined}
     before = {n: v for n, v in ckpt.values.items() if v.path[:2] == ("optim", "param_groups")}
     kept = {n: v for n, v in ckpt.values.items() if n not in before and n not in gone} | after | state.inlined
     return out.files.draft(
@@ -91,15 +96,6 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         synthesized_values={} if before else {n: v.data for n, v in after.items()},
         changed=list_changed_values(before, after, TRAINED_ALONE) if before else {},
         notes=[n for n in (*state.notes, *plan.notes) if plan.groups is not None or "param group" not in n],
-    )
-
-
-def _predict_group_values(plan: FlatPlan) -> dict[str, Value]:
-    """Return {name: value} of the param groups that a reader of the files will find, with parameters for flat
-    parameters."""
-    listed = plan.groups or ()
-    return list_group_values(
-        [ParamGroup(tuple(flat_layout.list_trained_parameters(plan.layout, names)), hyper) for names, hyper in listed]
     )
 
 
