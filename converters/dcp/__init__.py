@@ -50,7 +50,7 @@ from ckpttool.index.composites import shape_of
 from ckpttool.index.names import ROLES, canonical
 from ckpttool.index.paths import is_number_text
 from ckpttool.index.records import Extent, Record, Records
-from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, find_by_trainer, name_leaves, late
+from ckpttool.layouts import Layout, Place, ReadOptions, checkpoint_of, find_by_trainer, late, name_leaves
 from ckpttool.program import Advice, ForTrainer, Program, SeenFolder, Unfinished
 from ckpttool.storage.overlay import LostBytes
 from ckpttool.storage.source import Source
