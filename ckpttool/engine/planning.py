@@ -35,7 +35,7 @@ from ..index.composites import Composite, class_label, describe_unwrapped, find_
 from ..index.draft import Draft, Dropped
 from ..index.fqns import remove_wrappers
 from ..index.names import CANONICAL_KEYS_NOTE, KEEPS_NUMBERS, refuse_surrogates, with_component_keys
-from ..index.optimizers import describe_lost_slots, find_lost_slots
+from ..index.optimizers import describe_lost_slots, describe_wide_slots, find_lost_slots
 from ..index.param_groups import (
     describe_ungrouped_state,
     find_ungrouped_state,
@@ -451,7 +451,10 @@ def _make_draft(
     draft = target.write(replace(ckpt, tensors=dict(ckpt.tensors), values=dict(ckpt.values)), source, options)
     account.add_draft(ckpt, digests, draft)
     if target.name != ARCHIVE_LAYOUT and (target.saves is None or target.of_trainer):  # else the engine is DeepSpeed
-        draft.notes += describe_deepspeed_scheduler(draft.checkpoint)
+        made = {n for n in draft.synthesized_values if n.startswith("scheduler.")}  # of the schedule of an own engine
+        draft.notes += [] if made else describe_deepspeed_scheduler(draft.checkpoint)
+    if target.name != ARCHIVE_LAYOUT and not target.joins_remainders:  # else the engine has an optimizer of its own
+        draft.notes += describe_wide_slots(draft.checkpoint)
     return draft
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ..printable import count_noun
-from .checkpoint import Checkpoint, TensorEntry, joined
+from .checkpoint import ITEMSIZE, Checkpoint, TensorEntry, joined
 from .composites import find_composites
 from .paths import WRAPPED_SLOTS
 
@@ -28,6 +28,7 @@ __all__ = [
     "Optimizer",
     "describe_incomplete_state",
     "describe_lost_slots",
+    "describe_wide_slots",
     "find_lost_slots",
     "find_optimizers",
     "find_unassigned_state",
@@ -303,3 +304,26 @@ def describe_lost_slots(ckpt: Checkpoint, found: Mapping[str, list[str]]) -> str
         "wrong moments. Leave the optimizer out, so that it starts anew; to save it, use an optimizer whose state is "
         "DTensors (torch.optim, torchao), or write one file for each rank with torch.save"
     )
+
+
+def describe_wide_slots(ckpt: Checkpoint) -> list[str]:
+    """Return a note, as a list of one, if slots of the optimizer have a wider floating-point dtype than their weights,
+    which torch's optimizers round when they load them; [] otherwise.
+
+    Optimizer._process_value_according_to_param_policy (torch/optim/optimizer.py) casts every slot but `step` to the
+    dtype of the job's parameter. bitsandbytes has its own.
+    """
+    own = {n for found in find_optimizers(ckpt) if found.name.startswith("bitsandbytes") for n in found.slots}
+    pairs: Counter[tuple[str, str]] = Counter()
+    for t in ckpt.tensors.values():
+        weight = ckpt.tensors.get(f"model.{t.parameter}") if t.slot not in (None, "step") else None
+        if weight is None or weight.shape != t.shape or not t.numel or t.parameter in own:
+            continue
+        if "float" in t.dtype and "float" in weight.dtype and ITEMSIZE[t.dtype] > ITEMSIZE[weight.dtype]:
+            pairs[t.dtype, weight.dtype] += 1
+    return [
+        f"{count_noun(n, 'tensor')} of the optimizer {'is' if n == 1 else 'are'} {slot} beside {weight} weights: "
+        "Optimizer.load_state_dict of torch casts slots to the dtype of the job's parameters without a word, so a job "
+        f"with {weight} parameters goes on with rounded ones"
+        for (slot, weight), n in pairs.most_common(1)
+    ]

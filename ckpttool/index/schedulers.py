@@ -8,7 +8,40 @@ from .checkpoint import Checkpoint, Path, Value, joined
 from .paths import is_param_group
 from .trainer_trees import schedules_by_epoch
 
-__all__ = ["complete_scheduler_state", "describe_deepspeed_scheduler"]
+__all__ = [
+    "complete_scheduler_state",
+    "describe_deepspeed_scheduler",
+    "describe_missing_scheduler",
+    "explain_missing_scheduler",
+    "find_only_scheduler",
+]
+
+
+def find_only_scheduler(ckpt: Checkpoint) -> dict[Path, object]:
+    """Return {canonical path: leaf} of the scheduler; empty where there is none, or several: a list, or a dict by
+    class."""
+    found = {p: leaf for p, leaf in ckpt.leaves().items() if p[0] == "scheduler" and len(p) > 1}
+    by_class = len({p[1] for p in found}) > 1 and all(len(p) > 2 for p in found)
+    return {} if by_class or any(str(p[1]).isdecimal() for p in found) else found
+
+
+def explain_missing_scheduler(ckpt: Checkpoint) -> str:
+    """Return why `find_only_scheduler` finds no scheduler, as a main clause."""
+    several = any(p[0] == "scheduler" and len(p) > 1 for p in ckpt.leaves())
+    return "the source has several schedulers" if several else "the source has no scheduler"
+
+
+def describe_missing_scheduler(ckpt: Checkpoint, otherwise: str) -> list[str]:
+    """Return a note, as a list of one, if a job would resume the optimizer and finds no state of its scheduler; [] if
+    there is no optimizer, or if the source says that its job had no scheduler.
+
+    Args:
+        ckpt: what is written.
+        otherwise: what the job does without, as a main clause.
+    """
+    if find_only_scheduler(ckpt) or "scheduler" in ckpt.values or not any(p[0] == "optim" for p in ckpt.leaves()):
+        return []
+    return [f"{explain_missing_scheduler(ckpt)}: {otherwise}"]
 
 
 def describe_deepspeed_scheduler(ckpt: Checkpoint) -> list[str]:

@@ -26,6 +26,7 @@ from ckpttool.huggingface import encodings
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, TensorEntry, Value, joined, parse_floating_dtype
 from ckpttool.index.draft import Draft, Dropped
 from ckpttool.index.paths import is_number_text
+from ckpttool.index.schedulers import describe_missing_scheduler, find_only_scheduler
 from ckpttool.layouts import WriteOptions
 
 from ..options import ZeroOptions
@@ -426,13 +427,18 @@ class SavePlan:
 
     def _note_foreign_scheduler(self, *, from_deepspeed: bool) -> None:
         """Add a note if the scheduler's state is not that of one of DeepSpeed's own schedulers, which the next job may
-        expect.
+        expect, or is missing: an engine with a scheduler gives it whatever is there, and stops at None.
 
         DeepSpeed's own schedulers (runtime/lr_schedules.py) all read `last_batch_iteration` from it. `from_deepspeed`
         is whether the source is a save of DeepSpeed; then a note is needed only where ds_config names a scheduler.
         """
         found, section = self.state.scheduler, self.ds_config.get("scheduler")
-        if found is None or (isinstance(found, dict) and "last_batch_iteration" in found):
+        if isinstance(found, dict) and "last_batch_iteration" in found:
+            return
+        if found is None or not find_only_scheduler(self.ckpt):
+            load = "an engine that has one loads with load_lr_scheduler_states=False"
+            load += ", and else stops there" if found is None else ""
+            self.notes += [] if from_deepspeed else describe_missing_scheduler(self.ckpt, load)
             return
         named = section.get("type") if isinstance(section, dict) else None
         if from_deepspeed and not isinstance(named, str):
@@ -453,9 +459,8 @@ class SavePlan:
         if found is None:
             steps = [step_as_number(s.get("step")) for s in self.state.scalars.values()]
             found = max((int(n) for n in steps if n is not None and isfinite(n)), default=0)
-            self.notes.append(
-                f"global_steps is {found}, the largest step of the optimizer: the checkpoint does not give it"
-            )
+            largest = ", the largest step of the optimizer" if steps else ""
+            self.notes.append(f"global_steps is {found}{largest}: the checkpoint does not give it")
         return found
 
     def _choose_loss_scaler(self) -> dict[str, object]:

@@ -38,6 +38,7 @@ from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Leaves, Path, TensorEntry, joined
 from ckpttool.index.draft import Draft
+from ckpttool.index.optimizers import describe_wide_slots
 from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
@@ -88,7 +89,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     after = {n: v for n, v in list_group_values(trained).items() if n not in state.inlined}
     before = {n: v for n, v in ckpt.values.items() if v.path[:2] == ("optim", "param_groups")}
     kept = {n: v for n, v in ckpt.values.items() if n not in before and n not in gone} | after | state.inlined
-    return out.files.draft(
+    draft = out.files.draft(
         Checkpoint("fsdp1", options.target, world, [], [], out.tensors, kept),
         out.sources,
         dropped=state.dropped,
@@ -97,6 +98,8 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
         changed=list_changed_values(before, after, TRAINED_ALONE) if before else {},
         notes=[n for n in (*state.notes, *plan.notes) if plan.groups is not None or "param group" not in n],
     )
+    draft.notes += describe_wide_slots(draft.checkpoint)
+    return draft
 
 
 @dataclass

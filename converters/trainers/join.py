@@ -32,7 +32,7 @@ from .. import full
 from ..dcp.write_dcp import list_missing_options, list_missing_steps
 from ..dcp.write_dcp import write as write_dcp
 from ..options import DirectoryOptions
-from .dialect import LEFT_OVER, to_live_peft_name
+from .dialect import LEFT_OVER, LIGHTNING_SCALERS, to_live_peft_name
 
 __all__ = [
     "SmallFile",
@@ -390,9 +390,14 @@ def collect_left_over_state(
     if copies:
         leaves["copies",] = tuple(sorted(copies, key=joined))
     kept = sorted({str(p[0]) if p[0] != "extra" else joined(p[:2]) for p in rest})
-    return [SmallFile(LEFT_OVER, leaves)], [
-        f"{LEFT_OVER} keeps what this trainer has no file for: {list_first(kept, 8)}"
-    ]
+    scalers = ["scaler", *map(joined, LIGHTNING_SCALERS)]  # the copies that are not RNG states are of one of these
+    twice = {n for p in copies for n in (["rng"] if p[0] == "rng" else scalers)} & set(kept)
+    alone = [name for name in kept if name not in twice]
+    said = [f"what this trainer has no file for: {list_first(alone, 8)}"] if alone else []
+    said += (
+        [f"the source's own form of {list_first(sorted(twice))}, which this trainer loads in another"] if twice else []
+    )
+    return [SmallFile(LEFT_OVER, leaves)], [f"{LEFT_OVER} keeps {'; and '.join(said)}"]
 
 
 def _with_text_numbers(path: Path) -> Path:

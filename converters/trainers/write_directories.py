@@ -19,7 +19,12 @@ from ckpttool.index.composites import shape_of
 from ckpttool.index.draft import Draft, Dropped, turn_positions_into_keys
 from ckpttool.index.names import canonical, describe_weights_elsewhere, original_path, step_count
 from ckpttool.index.paths import keep_extra_state_trees, list_own_keys
-from ckpttool.index.schedulers import describe_deepspeed_scheduler
+from ckpttool.index.schedulers import (
+    describe_deepspeed_scheduler,
+    describe_missing_scheduler,
+    explain_missing_scheduler,
+    find_only_scheduler,
+)
 from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions
 from ckpttool.printable import count_noun, list_first
@@ -41,9 +46,9 @@ from .join import (
 )
 
 __all__ = [
+    "BEGINS_ANEW",
     "count_steps",
     "describe_other_schedulers",
-    "explain_missing_scheduler",
     "make_scheduler_file",
     "refuse_missing_weights",
     "refuse_several_optimizers",
@@ -63,6 +68,8 @@ _NAMES = {
     "full": ("pytorch_model_fsdp.bin", "optimizer.bin"),
     "ddp": ("pytorch_model.bin", "optimizer.bin"),
 }
+#: What a scheduler does whose state a trainer does not find and does not ask for.
+BEGINS_ANEW = "the job's own begins at step 0, without an error"
 #: The keys of a state of torch.amp.GradScaler.
 _GRAD_SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 #: {layout: {state dict type: names of the model and of the optimizer}}
@@ -141,24 +148,10 @@ def select_leaves_below(ckpt: Checkpoint, *head: str | int) -> dict[Path, object
     return {p: leaf for p, leaf in _select_leaves(ckpt, *head).items() if len(p) > len(head)}
 
 
-def _find_only_scheduler(ckpt: Checkpoint) -> dict[Path, object]:
-    """Return {canonical path: leaf} of the scheduler; empty where there is none, or several: a list, or a dict by
-    class."""
-    found = select_leaves_below(ckpt, "scheduler")
-    by_class = len({p[1] for p in found}) > 1 and all(len(p) > 2 for p in found)
-    return {} if by_class or any(str(p[1]).isdecimal() for p in found) else found
-
-
-def explain_missing_scheduler(ckpt: Checkpoint) -> str:
-    """Return why `_find_only_scheduler` finds no scheduler, as a main clause."""
-    several = bool(select_leaves_below(ckpt, "scheduler"))
-    return "the source has several schedulers" if several else "the source has no scheduler"
-
-
 def _list_schedulers(ckpt: Checkpoint) -> list[tuple[set[Path], dict[Path, object]]]:
     """Return [(canonical paths, {path in the state dict: leaf})], one per scheduler, by number. Several schedulers are
     numbered below "scheduler"."""
-    if only := _find_only_scheduler(ckpt):
+    if only := find_only_scheduler(ckpt):
         return [(set(only), strip_paths(only, 1))]
     found = select_leaves_below(ckpt, "scheduler")
     if not all(len(p) > 2 and str(p[1]).isdecimal() for p in found):
@@ -168,7 +161,7 @@ def _list_schedulers(ckpt: Checkpoint) -> list[tuple[set[Path], dict[Path, objec
     return [(set(row), strip_paths(row, 2)) for row in rows]
 
 
-def describe_other_schedulers(ckpt: Checkpoint, own: bool = False) -> list[str]:
+def describe_other_schedulers(ckpt: Checkpoint, own: bool = False, several: bool = False) -> list[str]:
     """Return a note if a job's scheduler stops at a scheduler's state, or takes it and begins at step 0; [] if it goes
     on, or there is none. What `describe_deepspeed_scheduler` says is not said again.
 
@@ -179,9 +172,12 @@ def describe_other_schedulers(ckpt: Checkpoint, own: bool = False) -> list[str]:
     Args:
         ckpt: what is written.
         own: whether the script makes the scheduler, of any class; else it is most likely a LambdaLR of transformers.
+        several: whether the trainer loads several schedulers; else several are not written as one, and nothing is said.
     """
-    keys = [{str(p[0]) for p in state} for _, state in _list_schedulers(ckpt)]
-    uncounted = next((found for found in keys if "last_epoch" not in found), None)
+    loaded = _list_schedulers(ckpt) if several or find_only_scheduler(ckpt) else []
+    keys = [{str(p[0]) for p in state} for _, state in loaded]
+    # a ChainedScheduler counts in those that it is made of
+    uncounted = next((found for found in keys if not {"last_epoch", "_schedulers"} & found), None)
     other = uncounted or (None if own else next((found for found in keys if "lr_lambdas" not in found), None))
     if other is None or (own and describe_deepspeed_scheduler(ckpt)):
         return []
@@ -209,7 +205,7 @@ def strip_paths(leaves: Mapping[Path, object], cut: int, names: Mapping[str, str
 def make_scheduler_file(ckpt: Checkpoint, placed: set[Path], name: str = "scheduler.pt") -> list[SmallFile]:
     """Return [the file of this name with the scheduler]; [] if the source has no scheduler, or several. `placed` gets
     the canonical paths in the file."""
-    scheduler = _find_only_scheduler(ckpt)
+    scheduler = find_only_scheduler(ckpt)
     placed |= set(scheduler)
     return [SmallFile(name, strip_paths(scheduler, 1))] if scheduler else []
 
@@ -384,7 +380,7 @@ def _draft_directory(
     rest, kept = collect_left_over_state(ckpt, placed, copies)
     parts.append(("", draft_small_files(ckpt, [*rest, *small], options)))
     out = join_drafts(name, ckpt, parts, options, world)
-    out.notes += describe_other_schedulers(ckpt)
+    out.notes += describe_other_schedulers(ckpt, several=name == "accelerate")
     other = argument("state_dict_type", "sharded" if kind == "ddp" else "ddp", "DirectoryOptions")
     if kind != "ddp":
         notes = [f"for a job with FSDP; {other} writes it for one without", *notes]
@@ -411,6 +407,8 @@ def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) ->
     for i, (paths, state) in enumerate(_list_schedulers(ckpt)):
         placed |= paths
         small.append(SmallFile(f"scheduler{f'_{i}' if i else ''}.bin", state))
+    stops = "accelerator.load_state stops without scheduler.bin where the script has prepared a scheduler"
+    of_scheduler = [] if small else describe_missing_scheduler(ckpt, stops)
     scaler, of_scaler = _make_scaler_file(ckpt, placed, copies, "Accelerate with fp16 stops without scaler.pt")
     small += scaler
     for component, pattern, suffix in (
@@ -425,7 +423,15 @@ def write_accelerate(ckpt: Checkpoint, source: Source, options: WriteOptions) ->
     keys = {ours: theirs for theirs, ours in RNG_KEYS.items()}
     rng, notes = _make_rng_files(ckpt, world, "random_states_{}.pkl", keys, placed, copies)
     return _draft_directory(
-        "accelerate", ckpt, source, options, [*small, *rng], placed, world, [*of_scaler, *notes], copies=copies
+        "accelerate",
+        ckpt,
+        source,
+        options,
+        [*small, *rng],
+        placed,
+        world,
+        [*of_scheduler, *of_scaler, *notes],
+        copies=copies,
     )
 
 
@@ -468,7 +474,8 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
     held = set(counters)
     if ("global_step",) not in counters:
         step = counters["global_step",] = count_steps(ckpt, source)
-        notes.append(f"trainer_state.json has global_step {step}, which the source counts or its optimizer has made")
+        counted = "which the source counts or its optimizer has made" if step else "since the source counts no steps"
+        notes.append(f"trainer_state.json has global_step {step}, {counted}")
     if ("stateful_callbacks",) not in counters:  # Trainer asks for that of its control when it saves
         flags = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
         counters["stateful_callbacks",] = {"TrainerControl": {"args": dict.fromkeys(flags, False), "attributes": {}}}
@@ -517,12 +524,13 @@ def write_llamafactory(ckpt: Checkpoint, source: Source, options: WriteOptions) 
     placed: set[Path] = set()
     copies: set[Path] = set()
     small = make_scheduler_file(ckpt, placed)
+    of_scheduler = describe_missing_scheduler(ckpt, BEGINS_ANEW)
     keys = {"cpu": "torch", "cuda": "accelerator"}
     most = None if world == ckpt.world_size else world  # it stops where the list is longer than the GPUs of a node
     rng, notes = _make_rng_files(ckpt, world, "rng_state/rank_{}.pt", keys, placed, copies, most_gpus=most)
     loaders = _make_loader_files(ckpt, world, placed)
     if not loaders:
-        notes.append(f"no data loader of {world} ranks is in the source: the job begins the epoch again")
+        notes.append(f"no data loader of {count_noun(world, 'rank')} is in the source: the job begins the epoch again")
     epoch = ckpt.value("trainer.epoch")
     counters: dict[Path, object] = {
         ("global_step",): count_steps(ckpt, source, "global_step"),
@@ -539,7 +547,7 @@ def write_llamafactory(ckpt: Checkpoint, source: Source, options: WriteOptions) 
         [SmallFile("metadata.json", counters), *small, *rng, *loaders, SmallFile("CHECKPOINT_COMPLETE", {})],
         placed | held,
         world,
-        notes,
+        [*of_scheduler, *notes],
         made,
         copies,
     )
@@ -702,7 +710,7 @@ def write_lightning(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     out = join_drafts("lightning", ckpt, parts, options, world)
     turn_positions_into_keys(out, (p for paths, _ in schedulers for p in paths if str(p[1]).isdecimal()), back=True)
     out.dropped += lost
-    out.notes += [*describe_other_schedulers(ckpt, own=True), *notes, *of_groups, *kept]
+    out.notes += [*describe_other_schedulers(ckpt, own=True, several=True), *notes, *of_groups, *kept]
     out.synthesized_values |= groups | {joined(p): data for p, data in made.items()}
     return out
 
@@ -722,7 +730,7 @@ def _build_meta_file(
         step: the optimizer steps that it counts.
         schedulers: its schedulers, as `_list_schedulers` has them.
         placed: gets the canonical paths in the file.
-        notes: gets a note if the source has no loops.
+        notes: gets notes if the source has no loops, or no scheduler.
     """
     epoch = ckpt.value("trainer.epoch")
     meta: dict[Path, object] = {("epoch",): epoch if isinstance(epoch, int) else 0, ("global_step",): step}
@@ -746,6 +754,7 @@ def _build_meta_file(
         meta |= {("lr_schedulers", i, *p): leaf for p, leaf in scheduler.items()}
     if not schedulers:
         meta["lr_schedulers",] = []
+        notes += describe_missing_scheduler(ckpt, BEGINS_ANEW)
         if ckpt.value("scheduler") == []:  # what reading gives for it
             placed.add(("scheduler",))
         elif "scheduler" not in ckpt.values:
@@ -907,14 +916,15 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
     draft.notes += of_groups
     if made:
         draft.notes.append(
-            f"{', '.join(map(joined, made))} are not in the source: {', '.join(map(str, made.values()))} was written"
+            f"not in the source, and written as {', '.join(map(str, made.values()))}: {', '.join(map(joined, made))}"
         )
     ranks = {p[1] for p in _select_leaves(ckpt, "dataloader") if len(p) > 1} - {"world_size"}
     mesh = options.of(MeshOptions).sizes
     loaders = world if mesh is None else mesh.loaders
     if ranks != {f"dp_rank_{r}" for r in range(loaders)}:
+        moved = f"torchtitan cannot move the state of its data loader to {count_noun(loaders, 'rank')}"
         draft.notes.append(
-            f"torchtitan cannot move the state of its data loader to {loaders} ranks: load with "
+            f"{moved if ranks else 'the source has no data loader of torchtitan'}: load with "
             'CheckpointManager.Config(exclude_from_loading=["dataloader"])'
         )
     return draft

@@ -26,6 +26,7 @@ from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Path, TensorEntry, joined, tied_weights
 from ckpttool.index.composites import Composite, collapse_composites
 from ckpttool.index.draft import Draft, Dropped
+from ckpttool.index.schedulers import describe_missing_scheduler
 from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
@@ -41,7 +42,7 @@ from .join import (
     number_parameters,
     sort_param_groups,
 )
-from .write_directories import describe_other_schedulers, note_missing_rng, refuse_several_optimizers
+from .write_directories import BEGINS_ANEW, describe_other_schedulers, note_missing_rng, refuse_several_optimizers
 
 __all__ = ["write_verl"]
 
@@ -81,8 +82,11 @@ def write_verl(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft
     out = join_drafts("verl", ckpt, parts, options, world)
     if ("scheduler",) not in ckpt.leaves() and not any(p[0] == "scheduler" for p in ckpt.leaves()):
         out.synthesized_values["scheduler"] = None
+    one = "verl gives the state of all to the job's one, where a LambdaLR stops and others begin at step 0"
+    several = any(p[0] == "scheduler" for p in ckpt.leaves())
     out.notes += [
         *describe_other_schedulers(ckpt),
+        *describe_missing_scheduler(ckpt, one if several else BEGINS_ANEW),
         "for a job with strategy fsdp2 and one fsdp group of all ranks; verl reads the step from the name of the "
         "folder, global_step_<step>, and the tokenizer from the model's own folder",
         *notes,

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ckpttool.index.checkpoint import Checkpoint, Path, joined
 from ckpttool.index.draft import Draft
+from ckpttool.index.schedulers import explain_missing_scheduler
 from ckpttool.layouts import WriteOptions
 from ckpttool.storage.source import Source
 
@@ -14,7 +15,6 @@ from .join import SmallFile, add_missing_options, collect_left_over_state, draft
 from .write_directories import (
     count_steps,
     describe_other_schedulers,
-    explain_missing_scheduler,
     make_scheduler_file,
     refuse_missing_weights,
     refuse_unfit_optimizer,

@@ -985,6 +985,108 @@ def test_where_a_lambda_lr_stops_at_the_scheduler_s_state_a_note_says_so(to: str
         assert len([n for n in done.notes if "begin at step 0" in n or "start over at step 0" in n]) == (i in (1, 2))
 
 
+def trained_job() -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+    """A model after a step of AdamW, that optimizer, and the two as a checkpoint with the step."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    weights, moments = get_state_dict(model, optimizer)
+    return model, optimizer, {"model": weights, "optim": moments, "step": 7}
+
+
+def notes_of(tree: dict[str, Any], tmp_path: Path, to: str, **options: Any) -> str:
+    """The notes of a conversion of a tree, joined."""
+    torch.save(tree, tmp_path / "in.pt")
+    if to not in ("full", "universal"):
+        options.setdefault("world_size", 2)
+    out = tmp_path / ("out.pt" if to == "full" else "out")
+    return "; ".join(ckpttool.convert(tmp_path / "in.pt", out, to=to, force=True, **options).notes)
+
+
+@pytest.mark.parametrize(
+    ("to", "without"),
+    [
+        ("accelerate", "load_state stops without scheduler.bin"),
+        ("trainer", "resumes an optimizer only where scheduler.pt is there"),
+        ("lightning", "the job's own begins at step 0"),
+        ("llamafactory", "the job's own begins at step 0"),
+        ("verl", "the job's own begins at step 0"),
+        ("zero2", "an engine that has one loads with load_lr_scheduler_states=False"),
+        ("universal", "an engine that has one loads with load_lr_scheduler_states=False"),
+    ],
+)
+def test_what_a_job_does_without_the_state_of_its_scheduler_is_said(to: str, without: str, tmp_path: Path) -> None:
+    _, optimizer, tree = trained_job()
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9).state_dict()
+    none = notes_of(tree, tmp_path, to)
+    assert "the source has no scheduler: " in none and without in none
+    assert without not in notes_of({**tree, "scheduler": cosine}, tmp_path, to)
+    by_class = notes_of({**tree, "scheduler": {"A": cosine, "B": cosine}}, tmp_path, to)
+    assert "the source has several schedulers" in by_class and "has no lr_lambdas" not in by_class, by_class
+    both = notes_of({**tree, "scheduler": [cosine, cosine]}, tmp_path, to)
+    takes_several = to in ("accelerate", "lightning")
+    assert ("the source has several schedulers" in both) == (not takes_several), both
+    assert ("has no lr_lambdas" in both) == (to == "accelerate"), both
+    if to != "trainer":  # no job resumes an optimizer that is not there
+        assert "scheduler" not in notes_of({"model": tree["model"]}, tmp_path, to)
+
+
+def test_a_chained_scheduler_counts_in_those_that_it_is_made_of(tmp_path: Path) -> None:
+    _, optimizer, tree = trained_job()
+    schedulers = torch.optim.lr_scheduler
+    parts = [schedulers.ConstantLR(optimizer), schedulers.StepLR(optimizer, 2)]
+    chained = schedulers.ChainedScheduler(parts).state_dict()
+    assert "last_epoch" not in chained
+    assert "last_epoch" not in notes_of({**tree, "scheduler": chained}, tmp_path, "xtuner")
+    assert "a scheduler of the source's class loads it" in notes_of({**tree, "scheduler": chained}, tmp_path, "trainer")
+
+
+def test_a_schedule_that_was_made_for_another_engine_is_not_said_to_be_deepspeed_s(tmp_path: Path) -> None:
+    *_, tree = trained_job()
+    tree["scheduler"] = {"last_batch_iteration": 7}
+    assert "deepspeed.runtime.lr_schedules" not in notes_of(tree, tmp_path, "megatron")
+    assert "deepspeed.runtime.lr_schedules" in notes_of(tree, tmp_path, "dcp")
+
+
+def test_steps_and_data_loaders_that_no_source_has_are_not_said_to_come_from_one(tmp_path: Path) -> None:
+    *_, tree = trained_job()
+    bare = {"model": tree["model"]}
+    assert "global_step 0, since the source counts no steps" in notes_of(bare, tmp_path, "trainer")
+    assert "global_steps is 0: the checkpoint does not give it" in notes_of(bare, tmp_path, "zero2")
+    assert "the source has no data loader of torchtitan" in notes_of(tree, tmp_path, "torchtitan")
+    loaders = {"dataloader": {f"dp_rank_{r}": b"" for r in range(4)} | {"world_size": 4}}
+    assert "torchtitan cannot move the state of its data loader to 2 ranks" in notes_of(
+        tree | loaders, tmp_path, "torchtitan"
+    )
+
+
+def test_state_with_a_copy_in_the_trainer_s_files_is_not_said_to_have_no_file(tmp_path: Path) -> None:
+    *_, tree = trained_job()
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    scaler = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9, "_growth_tracker": 3}
+    tree |= {"rng": {"0": states, "1": states}, "scaler": scaler}
+    for to, copied, without in (("accelerate", "rng", "trainer"), ("lightning", "scaler", "rng, trainer")):
+        assert (
+            f"keeps what this trainer has no file for: {without}; and the source's own form of {copied}, which this "
+            "trainer loads in another"
+        ) in notes_of(tree, tmp_path, to)
+
+
+@pytest.mark.parametrize("to", ["full", "dcp", "accelerate", "fsdp1", "zero2", "megatron"])
+def test_moments_that_torch_s_optimizer_rounds_are_said_to_be_rounded(to: str, tmp_path: Path) -> None:
+    model, optimizer, tree = trained_job()
+    half = torch.nn.Linear(3, 2).to(torch.bfloat16)
+    loaded = torch.optim.AdamW(half.parameters())
+    loaded.load_state_dict(optimizer.state_dict())
+    assert {s["exp_avg"].dtype for s in loaded.state.values()} == {torch.bfloat16}  # what the note says
+    assert {s["step"].dtype for s in loaded.state.values()} == {torch.float32}
+    said = notes_of({**tree, "model": model.to(torch.bfloat16).state_dict()}, tmp_path, to)
+    own = to in ("zero2", "megatron")  # whose optimizers keep fp32
+    assert ("4 tensors of the optimizer are float32 beside bfloat16 weights" in said) == (not own)
+    assert "beside" not in notes_of({**tree, "model": model.to(torch.float32).state_dict()}, tmp_path, to)
+
+
 @pytest.mark.parametrize("to", ["accelerate", "trainer", "llamafactory", "verl"])
 def test_rng_states_that_a_trainer_does_not_load_are_not_called_missing(to: str, tmp_path: Path) -> None:
     tree = {
