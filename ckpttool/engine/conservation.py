@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from ..by_fields import ByFields
 from ..errors import Differs
 from ..formats.pickles import short
+from ..formats.stored_tensors import flatten_tree
 from ..index.checkpoint import Checkpoint, TensorEntry, Value, joined
 from ..index.draft import Draft, Dropped
 from .copy.value_digests import data_digest, equal_values, split_into_leaves, split_lists, value_digest
@@ -81,8 +82,8 @@ class Account(ByFields):
     def _compare_values(self, how: str, before: Checkpoint, after: Checkpoint) -> None:
         """Compare the values of two indexes and record what became of each.
 
-        A value that `after` does not have counts as changed if an equal one is there under a new name, otherwise as
-        dropped.
+        A value that `after` does not have counts as changed if an equal one is there under a new name, or one for each
+        of its keys; otherwise as dropped.
 
         Args:
             how: what was done, as the reason.
@@ -93,8 +94,11 @@ class Account(ByFields):
             if n in after.tensors or (n in after.values and not equal_values(v, after.values[n])):
                 self.changed[n] = how
             elif n not in after.values:
-                if data_digest(v) in moved:
+                keys = flatten_tree(v.data, v.path)
+                apart = [data_digest(Value(p, x)) for p, x in keys.items()] if v.path not in keys else []
+                if data_digest(v) in moved or (apart and moved.issuperset(apart)):
                     self.changed[n] = how
+                    left.update(apart)
                 else:
                     self.dropped.append(Dropped(n, 0, how))
         self.added += [

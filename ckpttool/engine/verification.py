@@ -268,8 +268,13 @@ def _verify_against(
             "checkpoints that both hold the state to compare.",
             code="CKPT0501",
         )
+    apart = tuple(f"{n}." for n in excused if n not in ckpt.values or n not in second.values)  # an entry for each key
     mine, yours = (
-        {n: d for n, d in held.items() if n not in excused and _get_component(n) in shared}
+        {
+            n: d
+            for n, d in held.items()
+            if n not in excused and _get_component(n) in shared and not (apart and n.startswith(apart))
+        }
         for held in (_describe_entries(ckpt, found), _describe_entries(second, digests))
     )
     _refuse_unequal_digests(mine, yours, name)
@@ -283,9 +288,9 @@ def _verify_against(
             f"configs are not part of the state, and those beside the two differ: {list_first(configs, 5)}"
         )
     asked = part.only if part.by_component else None  # other components were left out on purpose
-    apart = sorted(c for c in _list_components(ckpt) ^ _list_components(second) if asked is None or c in asked)
-    if apart:
-        out.notes.append(f"not compared, since only one of the two has it: {', '.join(apart)}")
+    alone = sorted(c for c in _list_components(ckpt) ^ _list_components(second) if asked is None or c in asked)
+    if alone:
+        out.notes.append(f"not compared, since only one of the two has it: {', '.join(alone)}")
     out.against = {"path": urls.display_path(name), "components": sorted(shared), "verdict": "equal"}
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
 from ..errors import Corrupt, Unsupported
 from ..index import boxes
-from ..index.checkpoint import ITEMSIZE, Chunks, Leaves, Number, Path, TensorEntry, joined
+from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Leaves, Number, Path, TensorEntry, Value, joined
 from ..index.composites import Composite
+from ..index.names import ROLES
 from ..index.records import Extent, Record
 from ..storage.source import ReadAt
 from .crc import crc32
@@ -30,6 +32,7 @@ __all__ = [
     "list_mapping_items",
     "map_tensors",
     "read_leaves",
+    "split_components",
 ]
 
 
@@ -183,6 +186,30 @@ def flatten_tree(tree: object, path: Path = ()) -> Leaves:
     found: Leaves = {}
     _flatten(path, tree, found)
     return found
+
+
+def split_components(ckpt: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with a scheduler, scaler, counters, ... that are one dict as an entry for each key, as
+    trainers and engines look for them.
+
+    DCP of torch until 2.3, and without flatten_state_dict, keeps a dict without tensors as one item. `dcp` writes it as
+    one again, which newer torch finds, too (_traverse.py, traverse_state_dict_v_2_3).
+    """
+    parts: Leaves = {}
+    whole: list[str] = []
+    for name, v in ckpt.values.items():
+        of_trainer = len(v.path) == 2 and v.path[0] == "extra" and ROLES.get(str(v.path[1])) == "trainer"
+        at: Path = ("trainer",) if of_trainer else v.path
+        if len(at) == 1 and at != ("model",) and at != ("optim",):
+            found = flatten_tree(v.data, at)
+            if at not in found:
+                whole.append(name)
+                parts |= found
+    values = {n: v for n, v in ckpt.values.items() if n not in whole}
+    made = {joined(p): Value(p, x) for p, x in parts.items()}
+    if not whole or values.keys() & made.keys():
+        return ckpt
+    return replace(ckpt, values=values | made)
 
 
 def _flatten(path: Path, x: Any, out: dict[Path, object], of_optimizer: bool = False) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ckpttool.engine.flat.placed_masters import with_masters_as_weights
 from ckpttool.engine.flat.split_state import find_shared_scalars, split_training_state
 from ckpttool.errors import Unsupported, UsageError, argument
-from ckpttool.formats.stored_tensors import Inline
+from ckpttool.formats.stored_tensors import Inline, split_components
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.index.checkpoint import Checkpoint, Chunks, Path, TensorEntry, joined
@@ -35,7 +35,7 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
     Raises:
         Unsupported: a master does not round to its weight.
     """
-    return with_masters_as_weights(ckpt, source)
+    return with_masters_as_weights(split_components(ckpt), source)
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from ckpttool.engine.flat.placed_masters import with_masters_as_weights
 from ckpttool.engine.flat.split_state import split_training_state
 from ckpttool.formats.torch_zip_writer import TorchFiles
+from ckpttool.formats.stored_tensors import split_components
 from ckpttool.index.checkpoint import Checkpoint
 from ckpttool.index.draft import Draft
 from ckpttool.index.schedulers import complete_scheduler_state
@@ -35,7 +36,7 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
     Raises:
         Unsupported: a master does not round to its weight.
     """
-    return with_masters_as_weights(complete_scheduler_state(ckpt), source)
+    return with_masters_as_weights(complete_scheduler_state(split_components(ckpt)), source)
 
 
 def write_stage(ckpt: Checkpoint, source: Source, options: WriteOptions, stage: int) -> Draft:

@@ -33,7 +33,7 @@ from ckpttool.engine.flat.split_state import (
 )
 from ckpttool.errors import UsageError, argument
 from ckpttool.formats.sharded import ShardTable, make_sharded_tensor
-from ckpttool.formats.stored_tensors import Inline
+from ckpttool.formats.stored_tensors import Inline, split_components
 from ckpttool.formats.torch_pickles import TensorRef
 from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.index.checkpoint import ITEMSIZE, Checkpoint, Chunks, Leaves, Path, TensorEntry, joined
@@ -55,7 +55,7 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
     Raises:
         Unsupported: a master does not round to its weight.
     """
-    return with_masters_as_weights(ckpt, source)
+    return with_masters_as_weights(split_components(ckpt), source)
 
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:

@@ -22,7 +22,7 @@ from ckpttool.engine.transform.remainders import move_masters_to_extra
 from ckpttool.errors import Unsupported, argument
 from ckpttool.formats import torch_pickles
 from ckpttool.formats.pickles import short
-from ckpttool.formats.stored_tensors import Inline, decode_number, flatten_tree
+from ckpttool.formats.stored_tensors import Inline, decode_number, flatten_tree, split_components
 from ckpttool.huggingface import maps, model_files
 from ckpttool.index.checkpoint import Checkpoint, Leaves, Path, TensorEntry, Value, joined
 from ckpttool.index.draft import Draft, DraftFile, Dropped
@@ -80,7 +80,7 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
 
     Megatron-Core keeps the step with the hyperparameters. If the dtype of a step is not numeric, steps stay tensors.
     """
-    ckpt = move_masters_to_extra(ckpt)
+    ckpt = move_masters_to_extra(split_components(ckpt))
     scales = read_small_tensors(ckpt, source, [n for n, t in ckpt.tensors.items() if _is_small_scale(t)])
     if scales:
         inline = {n: Inline(ckpt.tensors[n].dtype, ckpt.tensors[n].shape, raw) for n, raw in scales.items()}

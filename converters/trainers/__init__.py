@@ -62,6 +62,7 @@ from functools import partial
 from ckpttool import layouts
 from ckpttool.engine.discover.unread_files import classify_state_file
 from ckpttool.engine.recorded import RECORD
+from ckpttool.formats.stored_tensors import split_components
 from ckpttool.index.trainer_trees import TrainerTree
 from ckpttool.program import Advice, ForTrainer, Half, Program, SeenFolder, StateFile, Unfinished
 from ckpttool.storage.overlay import find_parent_folder
@@ -677,7 +678,7 @@ TORCHTITAN = layouts.Layout(
     locate=dcp.locate,
     detect=lambda where: (False, "is read as dcp"),
     write=layouts.late("ckpttool.converters.trainers.write_directories:write_titan"),
-    prepare=lambda ckpt, source, options: require_single_model(ckpt),
+    prepare=lambda ckpt, source, options: split_components(require_single_model(ckpt)),
     options=MeshOptions,
     aliases=("titan",),
     reader_uses=("config", "like"),

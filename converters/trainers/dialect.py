@@ -54,6 +54,7 @@ from ckpttool.index.names import (
 from ckpttool.index.optimizer_names import iterate_possible_orders
 from ckpttool.index.param_groups import list_numbered_parameters
 from ckpttool.index.paths import keep_extra_state_trees
+from ckpttool.formats.stored_tensors import split_components
 from ckpttool.index.schedulers import complete_scheduler_state
 from ckpttool.layouts import Place, ReadOptions, WriteOptions
 from ckpttool.program import Advice, Program, Saves
@@ -182,7 +183,7 @@ class Dialect(ByFields):
             locate=locate,
             write=self.write,
             prepare=lambda ckpt, source, options: with_peft_names(
-                complete_scheduler_state(require_single_model(ckpt)), self.saves_peft_names
+                complete_scheduler_state(split_components(require_single_model(ckpt))), self.saves_peft_names
             ),
             options=self.options,
             suffixes=self.suffixes,

@@ -19,6 +19,7 @@ import transformers
 from commands import ckpttool_here
 from peers import FIXTURES, difference, load_dcp, load_full, same_value, tensors_of
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import _nested_dict, _traverse
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
@@ -1030,6 +1031,37 @@ def test_what_a_job_does_without_the_state_of_its_scheduler_is_said(to: str, wit
     assert ("has no lr_lambdas" in both) == (to == "accelerate"), both
     if to != "trainer":  # no job resumes an optimizer that is not there
         assert "scheduler" not in notes_of({"model": tree["model"]}, tmp_path, to)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize(("to", "held"), [("trainer", "scheduler.pt"), ("zero2", None), ("fsdp1", None), ("dcp", None)])
+def test_dicts_that_older_torch_keeps_as_one_item_are_found(
+    to: str, held: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DCP of torch until 2.3 flattens only what has tensors; torch finds both forms."""
+    _, optimizer, tree = trained_job()
+    del tree["step"]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0).state_dict()
+    tree |= {"scheduler": scheduler, "trainer": {"step": 9, "epoch": 1}}
+    with monkeypatch.context() as patch:
+        patch.setattr(_nested_dict, "traverse_state_dict", _traverse.traverse_state_dict_v_2_3)
+        dcp.save(tree, checkpoint_id=str(tmp_path / "in"), no_dist=True)
+    assert {"scheduler", "trainer"} < dcp.FileSystemReader(tmp_path / "in").read_metadata().state_dict_metadata.keys()
+    done = ckpttool.convert(tmp_path / "in", tmp_path / "out", to=to, world_size=2)
+    assert not done.dropped and not any("no scheduler" in n for n in done.notes)
+    if held is not None:
+        assert torch.load(tmp_path / "out" / held) == scheduler
+        assert json.loads((tmp_path / "out" / "trainer_state.json").read_text())["global_step"] == 9
+    assert ckpttool.verify(tmp_path / "out", against=tmp_path / "in").against["verdict"] == "equal"
+    with ckpttool.open(tmp_path / "out") as opened:
+        whole = opened.checkpoint.values.get("scheduler")
+        assert (whole.data if to == "dcp" else nest_values(opened.checkpoint.values, "scheduler")) == scheduler
+        assert to == "dcp" or opened.checkpoint.value("trainer.step") == 9
+
+
+def nest_values(values: dict[str, Any], head: str) -> dict[str, Any]:
+    """The values below a name of one level."""
+    return {str(v.path[1]): v.data for v in values.values() if v.path[0] == head}
 
 
 def test_a_chained_scheduler_counts_in_those_that_it_is_made_of(tmp_path: Path) -> None:
