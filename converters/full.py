@@ -161,10 +161,20 @@ def _read_own_record(
 
 def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """Draft one zip, as torch.save writes. The world size has no meaning here. Values that
-    torch.load(weights_only=True) would refuse are dropped; numpy arrays become tensors."""
+    torch.load(weights_only=True) would refuse are dropped; numpy arrays become tensors.
+
+    Raises:
+        Unsupported: there are no tensors, and the file is no part of a trainer's directory.
+    """
     from ckpttool.formats.numpy_values import numpy_to_torch
     from ckpttool.formats.torch_zip_writer import TorchFiles
 
+    if options.tree is None and not ckpt.tensors and ckpt.salvage is None:
+        raise Unsupported(
+            "the checkpoint holds no tensors, and a file without any is not read as a checkpoint. Write dcp or audit, "
+            "which keep such a state.",
+            code="CKPT0317",
+        )
     values = {n: Value(v.path, numpy_to_torch(v.data)) for n, v in ckpt.values.items()}
     dropped = [
         Dropped(n, 0, why)

@@ -369,3 +369,13 @@ def test_an_entry_that_cannot_be_read_stops_only_who_needs_it(tmp_path: Path) ->
     assert any("was left out" in n for n in ckpttool.inspect(tmp_path / "sparse.pt").notes)
     with pytest.raises(Unsupported, match=r"cannot be read.*sparse"):
         ckpttool.convert(tmp_path / "sparse.pt", tmp_path / "d", to="hf", drop=True)
+
+
+def test_a_state_without_tensors_is_not_written_as_a_file(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "trainer": {"step": 3}}, tmp_path / "in.pt")
+    with pytest.raises(Unsupported, match="the checkpoint holds no tensors, and a file") as e:
+        ckpttool.convert(tmp_path / "in.pt", tmp_path / "out.pt", only=["trainer"])
+    assert e.value.code == "CKPT0317" and not list(tmp_path.glob(".out*"))
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", world_size=1, only=["trainer"])
+    with ckpttool.open(tmp_path / "out") as opened:
+        assert opened.checkpoint.value("trainer.step") == 3

@@ -154,3 +154,11 @@ def test_weights_under_another_key_come_with_the_line_that_makes_a_model_of_them
     exec(line, {"torch": torch, "FILE": "ema.pt"})
     assert run("convert", "model.pt", "out", "--to", "hf").returncode == 0
     assert not load_file(tmp_path / "out" / "model.safetensors")["a.weight"].any()
+
+
+def test_a_salvaged_copy_is_not_promised_to_resume(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "fsdp2_w3" / "ckpt", tmp_path / "a")
+    (tmp_path / "a" / "__1_0.distcp").unlink()
+    ckpttool.convert(tmp_path / "a", tmp_path / "b", to="lightning", world_size=2, salvage=True)
+    said = ckpttool.inspect(tmp_path / "b").next
+    assert f"ckpttool verify {tmp_path / 'b'} names both" in said and "resumes at any" not in said, said

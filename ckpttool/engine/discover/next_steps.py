@@ -25,6 +25,11 @@ def next_step(ckpt: Checkpoint, path: str) -> str:
             "no job should resume from it, since a rank's file is in another's place: fetch that file again; ckpttool "
             f"doctor {advice.quoted}"
         )
+    if any(note.startswith("salvaged: ") for note in ckpt.notes):
+        return (
+            "what was left of a damaged checkpoint: a job resumes from it only if it needs nothing that is missing or "
+            f"rebuilt; ckpttool verify {advice.quoted} names both"
+        )
     if "model" not in advice.components:
         if instead := describe_weights_elsewhere(ckpt):
             return f"holds no model that ckpttool knows.{instead}"
