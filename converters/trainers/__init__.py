@@ -214,7 +214,7 @@ def _describe_next_step(trainer: str, whole: str, of_fsdp1: str, advice: Advice)
             f"resumes in {trainer} with DeepSpeed at {advice.ranks}; at another world size: "
             f"{advice.convert('--for deepspeed -n RANKS')}"
         )
-    if not advice.has_optimizer:
+    if not advice.has_optimizer and trainer == "Trainer":  # Accelerate stops without the state of one
         return f"{trainer} starts with a new optimizer from these weights; {advice.export_advice()}"
     if has(r"pytorch_model_fsdp_rank\d+\.bin"):
         return f"resumes in {trainer} at {advice.ranks}; at another world size: {again}"
@@ -448,8 +448,6 @@ def _describe_lightning_next_step(advice: Advice) -> str:
         again = advice.convert("--for lightning -n RANKS")
         return f"Lightning resumes from a folder with meta.pt, which is not here: {again}"
     model = advice.export_advice(" --config MODEL")
-    if not advice.has_optimizer:
-        return f"Lightning starts with a new optimizer from these weights; {model}"
     return f"resumes at any world size in Lightning; nothing to convert ({model})"
 
 

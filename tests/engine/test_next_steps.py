@@ -101,6 +101,17 @@ def test_a_folder_without_config_json_is_not_one_that_from_pretrained_reads(tmp_
     assert ckpttool.inspect(tmp_path / "a").next.startswith("from_pretrained needs a config.json beside it")
 
 
+def test_an_adapter_without_its_config_is_not_one_that_peft_loads(tmp_path: Path) -> None:
+    source = FIXTURES / "trainer_ddp_lora_w2" / STEP
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        (tmp_path / name).write_bytes((source / name).read_bytes())
+    assert ckpttool.inspect(tmp_path).next.startswith("PeftModel.from_pretrained loads it; merged")
+    (tmp_path / "adapter_config.json").unlink()
+    assert ckpttool.inspect(tmp_path).next.startswith(
+        "PeftModel.from_pretrained needs an adapter_config.json beside it; merged"
+    )
+
+
 def test_half_of_a_checkpoint_names_the_other() -> None:
     assert "no weights" in ckpttool.inspect(TRAINERS / "trainer_fsdp2_sharded" / STEP / "optimizer_0").next
 
@@ -139,6 +150,19 @@ def test_only_the_components_that_were_asked_for_are_looked_at() -> None:
     found = ckpttool.inspect(FIXTURES / "fsdp2_w3" / "ckpt", only=["model"])
     assert list(found.components) == ["model"] and "only model was looked at" in found.notes
     assert found.missing == [], "what was left out is not missing"
+    assert found.next.startswith("only a part was looked at; of the whole: ckpttool inspect")
+
+
+@pytest.mark.parametrize(
+    "to", ["accelerate", "trainer", "llamafactory", "lightning", "verl", "xtuner", "zero2", "megatron"]
+)
+def test_weights_without_an_optimizer_are_not_said_to_resume(to: str, tmp_path: Path) -> None:
+    torch.save({"model": {"w.weight": torch.ones(4, 2)}}, tmp_path / "in.pt")
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, world_size=2)
+    found = ckpttool.inspect(tmp_path / "out")
+    assert "resumes in" not in found.next and "resumes at" not in found.next, found.next
+    with_new = "Trainer starts with a new optimizer" if to == "trainer" else "weights without an optimizer: a job that"
+    assert found.next.startswith(with_new), found.next
 
 
 def test_weights_under_another_key_come_with_the_line_that_makes_a_model_of_them(

@@ -208,6 +208,21 @@ def test_a_name_of_a_thousand_characters_is_the_longest_that_is_renamed(tmp_path
         ckpttool.open(tmp_path / "a.pt", rename={"(a*)*c": ""})
 
 
+@pytest.mark.parametrize(("kind", "goes_on"), [("LambdaLR", False), ("StepLR", True), ("CosineAnnealingLR", True)])
+def test_schedulers_go_on_from_a_rate_that_is_set_as_the_note_says(kind: str, goes_on: bool) -> None:
+    """What set_values says of them; CosineAnnealingLR scales the rate that it finds."""
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)
+    options: dict[str, Any] = {"lr_lambda": lambda step: 1.0} if kind == "LambdaLR" else {}
+    options |= {"step_size": 9} if kind == "StepLR" else {"T_max": 1000} if kind == "CosineAnnealingLR" else {}
+    scheduler = getattr(torch.optim.lr_scheduler, kind)(optimizer, **options)
+    optimizer.step()
+    scheduler.step()
+    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5 if goes_on else 0.1, rel=1e-2)
+
+
 def test_values_are_set_and_state_is_reset(saved: Path, tmp_path: Path) -> None:
     wanted = {
         "optim.param_groups.*.lr": 1,
@@ -226,7 +241,9 @@ def test_values_are_set_and_state_is_reset(saved: Path, tmp_path: Path) -> None:
     assert {n: why for n, _, why in done.dropped} == dict.fromkeys(
         ["scheduler.base_lrs", "trainer.step"], "reset by reset: a job starts it new"
     )
-    assert any("the scheduler, which is kept, computes it again" in n for n in done.notes)
+    assert any(
+        "the scheduler is kept: LambdaLR, OneCycleLR and those of engines compute it again" in n for n in done.notes
+    )
     optimizer = torch.optim.AdamW(
         [{"params": [torch.ones(2, 3), torch.ones(2)]}, {"params": [torch.ones(3, 2), torch.ones(3)]}]
     )

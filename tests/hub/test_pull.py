@@ -74,10 +74,12 @@ def test_the_whole_state_comes_back(hub: Hub, tmp_path: Path) -> None:
     done = pull(URL, tmp_path / "dcp", world_size=5)
     assert done.result.digest == pushed.digest == digest(DCP) and "optim" in pushed.digest
     assert ckpttool.diff(tmp_path / "dcp", DCP).equal
-    assert not any("optimizer anew" in n for n in done.notes)
+    assert not any("only weights" in n for n in done.notes)
     assert done.compared == done.result.tensors
     part = pull(URL, tmp_path / "part", world_size=2, only=["model"])
     assert part.compared == part.result.tensors < done.compared
+    weights = pull(URL, tmp_path / "hf", to="hf", config=CONFIG, drop=True)
+    assert not any("only weights" in n for n in (*part.notes, *weights.notes))  # of the repository
 
 
 @pytest.mark.parametrize("to", ["hf", "full"])

@@ -12,7 +12,10 @@ from ...index.checkpoint import Checkpoint, MixupNote
 from ...index.names import describe_weights_elsewhere
 from ...program import Advice
 
-__all__ = ["next_step"]
+__all__ = ["LOADED_BY_PEFT", "next_step"]
+
+#: Of an adapter with its config, as PEFT saves it.
+LOADED_BY_PEFT = "PeftModel.from_pretrained loads it"
 
 
 def next_step(ckpt: Checkpoint, path: str) -> str:
@@ -39,6 +42,12 @@ def next_step(ckpt: Checkpoint, path: str) -> str:
     if not of_trainer and advice.adapter is not None and advice.adapter.alone:
         into = f"merged into its base model: ckpttool adapter merge BASE {advice.quoted} OUT"
         if any(f.endswith("adapter_model.safetensors") for f in ckpt.files):
-            return f"PeftModel.from_pretrained loads it; {into}"
+            return f"{LOADED_BY_PEFT}; {into}"
         return f"for PEFT: ckpttool adapter extract {advice.quoted} OUT; {into}"
-    return program.next_step(advice)
+    text = program.next_step(advice)
+    if "resumes" in text and not advice.has_optimizer:
+        return (
+            "weights without an optimizer: a job that begins with a new one loads them, and one that resumes asks for "
+            f"its state; {advice.export_advice()}"
+        )
+    return text

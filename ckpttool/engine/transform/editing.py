@@ -66,8 +66,9 @@ def set_values(ckpt: Checkpoint, wanted: Mapping[str, object]) -> tuple[Checkpoi
     rates = [n for n in changed if values[n].is_param_group and values[n].option == "lr"]
     if rates and any(v.component == "scheduler" for v in values.values()):
         out.notes.append(
-            f'"{rates[0]}" was set, and the scheduler, which is kept, computes it again at its next step: '
-            f"{argument('reset', ['scheduler'])} leaves that out"
+            f'"{rates[0]}" was set, and the scheduler is kept: LambdaLR, OneCycleLR and those of engines compute it '
+            "again at the next step, from rates of their own, and others of torch go on from it; "
+            f"{argument('reset', ['scheduler'])} leaves the scheduler out"
         )
     return out, changed
 
