@@ -371,7 +371,7 @@ def _build_common_state(
     found = _sort_values(ckpt, objects, dropped)
     made: dict[str, object] = {}
     out: dict[str, Any] = nest(found.extra) if found.extra else {}
-    _set_arguments(out, found, arguments, made, notes)
+    _set_arguments(out, found, arguments, made)
     if "checkpoint_version" not in out:  # Megatron-LM takes weights without it for some whose qkv is ordered otherwise
         out["checkpoint_version"] = made["extra.checkpoint_version"] = 3.0
     out["iteration"] = found.iteration
@@ -379,6 +379,13 @@ def _build_common_state(
         out["iteration"] = step_count(ckpt.value) or 0
         if not any(p[:2] == ("trainer", "iteration") for p in found.ours):  # what another program calls so
             made["trainer.iteration"] = out["iteration"]
+        if trained and step_count(ckpt.value) is None:
+            notes.append("common.pt has iteration 0, since the source counts no steps besides those of its optimizer")
+    if any(n.startswith("extra.args.") for n in made):
+        notes.append(
+            "the arguments of a job in common.pt are those that config.json says, without consumed_train_samples: the "
+            f"data {_describe_data_start(out['iteration'])}"
+        )
     _set_foreign_scaler_aside(found, notes)
     if found.groups or trained:
         out["optimizer"] = _build_optimizer_state(ckpt, found, notes, options)
@@ -392,7 +399,7 @@ def _build_common_state(
 
 
 def _set_arguments(
-    out: dict[str, Any], found: _Values, arguments: Mapping[str, object], made: dict[str, object], notes: list[str]
+    out: dict[str, Any], found: _Values, arguments: Mapping[str, object], made: dict[str, object]
 ) -> None:
     """Set the arguments of a job in common.pt: those of the source, else those that config.json says.
 
@@ -401,20 +408,26 @@ def _set_arguments(
         found: the values of the checkpoint; `ours` gets what another program calls arguments.
         arguments: those to write if the source has none.
         made: gets the values that the source does not have.
-        notes: gets a note on those.
     """
     if "args" not in out and arguments:
         out["args"] = dict(arguments)
         made |= {f"extra.args.{k}": x for k, x in arguments.items()}
-        notes.append(
-            "the arguments of a job in common.pt are those that config.json says; without consumed_train_samples, the "
-            "data begins at its start"
-        )
     if isinstance(out.get("args"), dict) and all(isinstance(k, str) for k in out["args"]):
         out["args"] = from_plain_args(out["args"])
     elif "args" in out:  # what another program calls so
         found.set_aside("extra", {p: x for p, x in found.extra.items() if p[0] == "args"})
         del out["args"]
+
+
+def _describe_data_start(iteration: int) -> str:
+    """Return where the data of a job without consumed_train_samples starts, as a predicate:
+    build_train_valid_test_data_loaders (megatron/training/training.py) computes it from the iteration."""
+    if not iteration:
+        return "begins at its start"
+    return (
+        f"goes on at sample {iteration:,} x the job's global batch size, which has to be the source's; a job with "
+        "--train-samples stops there"
+    )
 
 
 def _set_foreign_scaler_aside(found: _Values, notes: list[str]) -> None:
@@ -460,7 +473,7 @@ def _set_schedule(
     notes.append(
         "Megatron-Core loads none of its optimizer without a schedule of its own, and the state has none: "
         "common.pt has a constant learning rate. For a schedule of the job's own, start Megatron with "
-        "--override-opt_param-scheduler"
+        "--override-opt-param-scheduler (older releases: --override-opt_param-scheduler)"
         + (", and set max_lr and min_lr of its param groups after the load, which go before it" if bounds else "")
     )
 

@@ -888,9 +888,16 @@ def test_a_job_asks_for_the_random_states_that_are_written_alone(ranks: bool, tm
         "vocab_size": 131,
     }
     (tmp_path / "config" / "config.json").write_text(json.dumps(config))
-    ckpttool.convert(tmp_path / "b.pt", tmp_path / "out", to="megatron", world_size=1, config=str(tmp_path / "config"))
+    asked: dict[str, Any] = {"to": "megatron", "world_size": 1, "config": str(tmp_path / "config")}
+    done = ckpttool.convert(tmp_path / "b.pt", tmp_path / "out", **asked)
     common = common_of(tmp_path / "out")
     assert common["args"].no_save_rng is not ranks
+    # where consumed_train_samples is 0, Megatron-LM takes args.iteration * args.global_batch_size
+    assert common["iteration"] == 0 and any("the data begins at its start" in n for n in done.notes)
+    assert any("common.pt has iteration 0, since the source counts no steps" in n for n in done.notes)
+    torch.save({**tree, "step": 3}, tmp_path / "c.pt")
+    counted = ckpttool.convert(tmp_path / "c.pt", tmp_path / "counted", **asked)
+    assert any("the data goes on at sample 3 x the job's" in n for n in counted.notes)
     with ckpttool.open(tmp_path / "out") as opened:
         kinds = {v.path[1] for v in opened.checkpoint.values.values() if v.path[0] == "rng"}
         kinds |= {t.path[1] for t in opened.checkpoint.tensors.values() if t.path[0] == "rng"}
