@@ -216,6 +216,8 @@ def _describe_next_step(trainer: str, whole: str, of_fsdp1: str, advice: Advice)
         )
     if not advice.has_optimizer and trainer == "Trainer":  # Accelerate stops without the state of one
         return f"{trainer} starts with a new optimizer from these weights; {advice.export_advice()}"
+    if trainer == "Trainer" and not has("scheduler.pt"):
+        return f"without scheduler.pt Trainer starts with a new optimizer from these weights; {advice.export_advice()}"
     if has(r"pytorch_model_fsdp_rank\d+\.bin"):
         return f"resumes in {trainer} at {advice.ranks}; at another world size: {again}"
     if has(r"pytorch_model_fsdp_\d+/"):
@@ -629,14 +631,12 @@ VERL = Dialect(
 
 
 def _describe_torchtitan_next_step(advice: Advice) -> str:
-    """Return advice: torchtitan resumes at any world size; if the checkpoint has the state of a data loader, also how
-    to exclude that."""
+    """Return advice: torchtitan resumes at any world size, and how to exclude the state of its data loader, which is
+    for one number of ranks, and for which it asks where there is none."""
+    exclude = 'CheckpointManager.Config(exclude_from_loading=["dataloader"])'
     if not any(advice.ckpt.component(n) == "dataloader" for n in (*advice.ckpt.tensors, *advice.ckpt.values)):
-        return "resumes at any world size in torchtitan; nothing to convert"
-    return (
-        "resumes at any world size in torchtitan, nothing to convert; at another one, load with "
-        'CheckpointManager.Config(exclude_from_loading=["dataloader"])'
-    )
+        return f"resumes at any world size in torchtitan with {exclude}: there is no state of a data loader"
+    return f"resumes at any world size in torchtitan, nothing to convert; at another one, load with {exclude}"
 
 
 #: Its rows in the tables of the documents (docs/_hooks.py).

@@ -483,7 +483,8 @@ def write_trainer(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Dr
         counters["train_batch_size",] = 1  # transformers 4 and 5.0 take it in place of the script's (trainer.py)
         notes.append(
             "the source does not tell the batch size of a device, and 1 was written: transformers 4 and 5.0 train on "
-            "with that, later ones with the script's. For those set train_batch_size in trainer_state.json"
+            "with that, later ones with the script's unless auto_find_batch_size is set. For the first set "
+            "train_batch_size in trainer_state.json"
         )
     _, made = _compare_counters(ckpt, {("trainer", *p): x for p, x in counters.items() if p not in held})
     out = _draft_directory(

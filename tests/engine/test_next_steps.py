@@ -52,6 +52,21 @@ def test_torchtitan_resumes_at_any_world_size_without_its_data_loader() -> None:
     assert ("exclude_from_loading" in found.next) == ("dataloader" in found.components)
 
 
+def test_what_trainers_ask_for_and_a_state_lacks_is_in_the_line(tmp_path: Path) -> None:
+    """Trainer takes the optimizer only with scheduler.pt; torchtitan asks for its data loader's state."""
+    state = {
+        "state": {"w.weight": {"exp_avg": torch.ones(4, 2)}},
+        "param_groups": [{"lr": 0.1, "params": ["w.weight"]}],
+    }
+    torch.save({"model": {"w.weight": torch.ones(4, 2)}, "optim": state}, tmp_path / "in.pt")
+    for to, said in (
+        ("trainer", "without scheduler.pt Trainer starts with a new optimizer"),
+        ("torchtitan", "resumes at any world size in torchtitan with CheckpointManager.Config(exclude_from_loading"),
+    ):
+        ckpttool.convert(tmp_path / "in.pt", tmp_path / to, to=to, world_size=2)
+        assert ckpttool.inspect(tmp_path / to).next.startswith(said)
+
+
 @pytest.mark.parametrize(
     ("case", "one", "other"),
     [("zero2_w3_bf16", "*/*zero_pp_rank_0*optim*", "*/*zero_pp_rank_1*optim*"), ("nanotron/zero1/3", "random/tp-0*dp-0*", "random/tp-0*dp-1*"),
