@@ -25,6 +25,16 @@ _FOLDERS = re.compile(
     r"experiments?|exp|saved?|weights|pretrained|local|cache|content|root|user|opt|var",
     re.IGNORECASE,
 )
+#: {task_type of adapter_config.json: class that loads it}; AutoPeftModel is for none of them, and asks for
+#: auto_mapping (peft/auto.py).
+_PEFT_CLASSES = {
+    "CAUSAL_LM": "AutoPeftModelForCausalLM",
+    "SEQ_2_SEQ_LM": "AutoPeftModelForSeq2SeqLM",
+    "SEQ_CLS": "AutoPeftModelForSequenceClassification",
+    "TOKEN_CLS": "AutoPeftModelForTokenClassification",
+    "QUESTION_ANS": "AutoPeftModelForQuestionAnswering",
+    "FEATURE_EXTRACTION": "AutoPeftModelForFeatureExtraction",
+}
 _STEP = re.compile(r"(?:checkpoint|ckpt|step|iter|epoch|global_step)[-_]?\d+", re.IGNORECASE)
 
 
@@ -159,8 +169,18 @@ def _make_load_instructions(facts: CardFacts) -> list[str]:
     """Return the lines of Python that load the weights."""
     where = f'"{facts.repo_id}"' + (f', revision="{facts.branch}"' if facts.branch else "")
     if facts.adapter:
-        name = {"CAUSAL_LM": "AutoPeftModelForCausalLM"}.get(str(facts.adapter.get("task_type")), "AutoPeftModel")
-        return [f"from peft import {name}", "", f"model = {name}.from_pretrained({where})"]
+        task, mapping = facts.adapter.get("task_type"), facts.adapter.get("auto_mapping")
+        name = _PEFT_CLASSES.get(str(task)) if task is not None else "AutoPeftModel" if mapping is not None else None
+        if name is not None:
+            return [f"from peft import {name}", "", f"model = {name}.from_pretrained({where})"]
+        base = find_base_model(facts) or "BASE"
+        return [
+            "from peft import PeftModel",
+            "from transformers import AutoModelForCausalLM",
+            "",
+            f'base = AutoModelForCausalLM.from_pretrained("{base}")  # or the class that the adapter was trained with',
+            f"model = PeftModel.from_pretrained(base, {where})",
+        ]
     names = facts.config.get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else "AutoModel"
     if name.endswith("ForCausalLM"):

@@ -8,6 +8,7 @@ import bz2
 import dataclasses
 import gzip
 import hashlib
+import importlib.util
 import io
 import json
 import logging
@@ -1070,6 +1071,25 @@ def test_an_adapter(hub: Hub, tmp_path: Path) -> None:
     assert 'AutoPeftModelForCausalLM.from_pretrained("org/name")' in card_.text
     with pytest.raises(Unsupported, match="adapter"):
         push(str(DCP), URL, config=CONFIG, options=ckpttool.HfOptions(adapter=True))
+
+
+def test_the_card_of_an_adapter_names_a_class_that_peft_loads_it_by() -> None:
+    """AutoPeftModel raises for every task type, and without auto_mapping."""
+    spec = importlib.util.find_spec("peft")
+    assert spec is not None and spec.origin is not None
+    classes = Path(spec.origin).with_name("auto.py").read_text()
+    known = dict(re.findall(r'"(\w+)": PeftModel(For\w+),', classes))
+    assert len(known) == 6
+    for task, ending in known.items():
+        assert re.search(rf"class AutoPeftModel{ending}\(.*\n.*\n *_target_peft_class = PeftModel{ending}\n", classes)
+        adapter = {"base_model_name_or_path": "Qwen/Qwen3-8B", "task_type": task}
+        facts = model_card.CardFacts("org/name", "1", "dcp", None, None, None, {}, {}, False, False, {}, adapter)
+        assert f"from peft import AutoPeftModel{ending}\n" in model_card.update_card(None, facts).decode()
+    of_none = {"base_model_name_or_path": "Qwen/Qwen3-8B", "task_type": None}
+    facts = model_card.CardFacts("org/name", "1", "dcp", None, None, None, {}, {}, False, False, {}, of_none)
+    text = model_card.update_card(None, facts).decode()
+    assert "AutoPeftModel" not in text and 'PeftModel.from_pretrained(base, "org/name")' in text
+    assert 'from_pretrained("Qwen/Qwen3-8B")' in text
 
 
 def test_a_folder_with_a_secret_or_a_pickle_is_not_pushed(hub: Hub, tmp_path: Path) -> None:
