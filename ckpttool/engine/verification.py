@@ -14,6 +14,7 @@ from ..errors import Corrupt, Differs, Unreadable, UsageError, argument
 from ..formats import safetensors_header
 from ..index.checkpoint import Checkpoint, Salvage, TensorEntry
 from ..index.draft import Draft
+from ..index.schedulers import complete_scheduler_state
 from ..index.selection import EntrySelection
 from ..options import OpenKeywords, Progress, WriteRequest, list_keywords, silent
 from ..printable import Shown, count_noun, list_first
@@ -268,6 +269,8 @@ def _verify_against(
             "checkpoints that both hold the state to compare.",
             code="CKPT0501",
         )
+    # what conversions to other trainers make of a scheduler that its trainer saves in part
+    ckpt, second = complete_scheduler_state(ckpt), complete_scheduler_state(second)
     apart = tuple(f"{n}." for n in excused if n not in ckpt.values or n not in second.values)  # an entry for each key
     mine, yours = (
         {

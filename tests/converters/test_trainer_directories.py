@@ -1033,6 +1033,18 @@ def test_what_a_job_does_without_the_state_of_its_scheduler_is_said(to: str, wit
         assert "scheduler" not in notes_of({"model": tree["model"]}, tmp_path, to)
 
 
+def test_a_scheduler_that_was_completed_is_equal_to_its_source(tmp_path: Path) -> None:
+    """torchtitan saves last_epoch alone, and the rest follows from that and the param groups."""
+    source = TRAINERS / "titan_w2"
+    ckpttool.convert(source, tmp_path / "a", to="accelerate", world_size=2)
+    for one, other in ((tmp_path / "a", source), (source, tmp_path / "a")):
+        against = ckpttool.verify(one, against=other).against
+        assert against["verdict"] == "equal" and "scheduler" in against["components"]
+    ckpttool.convert(source, tmp_path / "b", to="accelerate", world_size=2, set_values={"scheduler.last_epoch": 2})
+    with pytest.raises(ckpttool.CkpttoolError, match="not equal"):
+        ckpttool.verify(source, against=tmp_path / "b")
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize(("to", "held"), [("trainer", "scheduler.pt"), ("zero2", None), ("fsdp1", None), ("dcp", None)])
 def test_dicts_that_older_torch_keeps_as_one_item_are_found(
