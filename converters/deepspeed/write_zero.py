@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from ckpttool.engine.flat.placed_masters import with_masters_as_weights
 from ckpttool.engine.flat.split_state import split_training_state
-from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.formats.stored_tensors import split_components
+from ckpttool.formats.torch_zip_writer import TorchFiles
 from ckpttool.index.checkpoint import Checkpoint
 from ckpttool.index.draft import Draft
 from ckpttool.index.schedulers import complete_scheduler_state

@@ -28,6 +28,7 @@ from ckpttool.engine.recorded import RECORD
 from ckpttool.errors import Corrupt, IncompleteWeights, MissingPackage, Unsafe, Unsupported, UsageError, argument
 from ckpttool.formats import stored_tensors, torch_zip
 from ckpttool.formats.pickles import short
+from ckpttool.formats.stored_tensors import split_components
 from ckpttool.huggingface import model_files, model_names
 from ckpttool.index.checkpoint import (
     Checkpoint,
@@ -54,7 +55,6 @@ from ckpttool.index.names import (
 from ckpttool.index.optimizer_names import iterate_possible_orders
 from ckpttool.index.param_groups import list_numbered_parameters
 from ckpttool.index.paths import keep_extra_state_trees
-from ckpttool.formats.stored_tensors import split_components
 from ckpttool.index.schedulers import complete_scheduler_state
 from ckpttool.layouts import Place, ReadOptions, WriteOptions
 from ckpttool.program import Advice, Program, Saves
