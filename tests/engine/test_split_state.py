@@ -132,6 +132,9 @@ def test_a_listed_parameter_without_state_was_frozen_where_others_have_some(tmp_
     assert [g.params for g in found.groups] == [("a.weight",), ()]
     assert found.frozen == ["a.bias", "b.weight"]
     assert found.notes == ["2 parameters of the optimizer have no state and are taken for frozen: a.bias, b.weight"]
+    model = MODEL | {"empty": torch.zeros(0, 2)}
+    found = parts(tmp_path, model=model, optim=optimizer(model, list(model)))
+    assert found.notes == ["1 parameters of the optimizer have no elements and are taken for frozen: empty"]
 
 
 def test_an_optimizer_that_has_not_stepped_freezes_nothing(tmp_path: Path) -> None:

@@ -348,11 +348,13 @@ def _remove_idle_parameters(out: Training, told: frozenset[str]) -> set[str]:
     without = [n for n in listed if n not in stateful] if stateful else []
     out.fresh = [n for n in without if n in told]
     idle = [n for n in without if n not in told]
-    idle += [n for n in listed if not out.tensors[n].numel and n not in idle]
+    empty = [n for n in listed if not out.tensors[n].numel and n not in idle]
+    have = " or ".join([*(["no state"] if idle else []), *(["no elements"] if empty else [])])
+    idle += empty
     if idle:
         out.groups = [g._replace(params=tuple(n for n in g.params if n not in set(idle))) for g in out.groups]
         out.notes.append(
-            f"{len(idle)} parameters of the optimizer have no state and are taken for frozen: {_list_some(idle)}"
+            f"{len(idle)} parameters of the optimizer have {have} and are taken for frozen: {_list_some(idle)}"
         )
     return set(idle)
 
