@@ -108,18 +108,16 @@ class HasPath:
 
     @property
     def group(self) -> int:
-        """Return the number of the param group that the entry belongs to; only for an entry that has an `option`.
-
-        Raises:
-            ValueError: the group has no number.
-        """
+        """Return the number of the param group that the entry belongs to; only for an entry that has an `option`."""
         return int(self.path[2])
 
     @property
     def option(self) -> str | None:
         """Return the name of the param group's option that the entry holds ("lr", "params"); None unless its path is
-        optim.param_groups.<i>.<key>."""
-        return joined(self.path[3:]) if self.is_param_group and len(self.path) > 3 else None
+        optim.param_groups.<number>.<key>."""
+        if not self.is_param_group or len(self.path) < 4 or not is_number_text(str(self.path[2])):
+            return None
+        return joined(self.path[3:])
 
 
 def split_extra_state(name: str) -> tuple[str, str] | None:

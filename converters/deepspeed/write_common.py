@@ -333,7 +333,7 @@ class SavePlan:
         if self.scaler:
             scaler = {f"scaler.{k}": x for k, x in {"overflow": False, **self.scaler}.items()}
             added |= {n: x for n, x in scaler.items() if n not in held}
-        if not any(n.startswith("optim.param_groups.") for n in held):
+        if all(e.option is None for e in (*self.ckpt.values.values(), *self.ckpt.tensors.values())):
             added |= {n: v.data for n, v in list_group_values(self.state.groups).items()}
         return added
 

@@ -360,7 +360,7 @@ def name_param_groups(leaves: Leaves, notes: list[str]) -> None:
     trained: dict[str, TensorEntry] = {}
     adam: set[str] = set()
     for path, leaf in leaves.items():
-        if path[:2] == ("optim", "param_groups") and len(path) == 4:
+        if path[:2] == ("optim", "param_groups") and len(path) == 4 and is_number_text(str(path[2])):
             found.setdefault(int(path[2]), {})[path[3]] = leaf
         elif path[:2] == ("optim", "state") and len(path) == 4:
             if isinstance(leaf, TensorEntry):

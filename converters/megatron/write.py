@@ -320,8 +320,8 @@ def _sort_values(ckpt: Checkpoint, objects: dict[str, Leaves], dropped: list[Dro
         path, data = v.path, v.data
         if (of := _find_object_key(path)) is not None:
             objects.setdefault(of, {})[path[2:]] = data
-        elif path[:2] == ("optim", "param_groups") and len(path) > 3:
-            out.groups.setdefault(int(path[2]), {})[path[3:]] = data
+        elif v.option is not None:
+            out.groups.setdefault(v.group, {})[path[3:]] = data
         elif path[:2] == ("optim", "state") and path[3:] == ("step",):
             out.steps[joined(path)] = decode_number(data.dtype, data.data) if isinstance(data, Inline) else data
         elif path[0] == "optim":

@@ -18,7 +18,7 @@ from ckpttool.index.checkpoint import Checkpoint, Leaves, Path, TensorEntry, Val
 from ckpttool.index.composites import shape_of
 from ckpttool.index.draft import Draft, Dropped, turn_positions_into_keys
 from ckpttool.index.names import canonical, describe_weights_elsewhere, original_path, step_count
-from ckpttool.index.paths import keep_extra_state_trees, list_own_keys
+from ckpttool.index.paths import is_number_text, keep_extra_state_trees, list_own_keys
 from ckpttool.index.schedulers import (
     describe_deepspeed_scheduler,
     describe_missing_scheduler,
@@ -103,18 +103,27 @@ def refuse_several_optimizers(ckpt: Checkpoint, trainer: str) -> None:
 
 
 def refuse_unfit_optimizer(ckpt: Checkpoint, trainer: str, by_parameter: bool = False) -> None:
-    """Raise if there are several optimizers, or if no param group lists parameters, by which a job finds their state.
-    What is left of a damaged checkpoint may lack those lists, as its record says.
+    """Raise if there are several optimizers, if param groups have names instead of numbers, or if none lists
+    parameters, by which a job finds their state. What is left of a damaged checkpoint may lack those lists, as its
+    record says.
 
     Args:
         trainer: its name in the message.
         by_parameter: whether it keeps the options of a group by parameter, too, so that they need such a list as well.
 
     Raises:
-        Unsupported: there are several; or there is state of one, or there are such options, and no such group.
+        Unsupported: there are several, or groups with names; or there is state of one, or there are such options, and
+            no such group.
     """
     refuse_several_optimizers(ckpt, trainer)
     held = [p for p in ckpt.leaves() if p[0] == "optim"]
+    groups = (p for p in held if p[1:2] == ("param_groups",) and len(p) > 3)
+    if named := next((p for p in groups if not is_number_text(str(p[2]))), None):
+        raise Unsupported(
+            f'"{joined(named[:3])}" is a param group with a name, and those of {trainer} have numbers. Leave the '
+            f"optimizer out with {argument('only', ['model'])}, or write dcp or full, which keep it as it is.",
+            code="CKPT0316",
+        )
     listed = any(p[1:2] == ("param_groups",) and p[3:] == ("params",) for p in held)
     if ckpt.salvage is None and not listed and any(by_parameter or p[1:2] == ("state",) for p in held):
         raise Unsupported(

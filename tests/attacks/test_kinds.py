@@ -176,3 +176,28 @@ def test_torch_loads_a_list_with_an_empty_dict(rates: list[Any], more: dict[Any,
     dcp.load(loaded, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert loaded["scheduler"]["lr_lambdas"] == rates
     assert ckpttool.diff(tmp_path / "source.pt", tmp_path / "dcp").equal
+
+
+NAMED_GROUPS: dict[str, Any] = {
+    "options": {"decay": {"lr": 0.1, "params": ["w"]}},
+    "tensors": {"w": {"exp_avg": torch.ones(1)}},
+    "a number and a name": {"0": {"lr": 0.1, "params": ["w"]}, "decay": {"lr": torch.tensor(0.1)}},
+}
+
+
+@pytest.mark.parametrize("groups", NAMED_GROUPS.values(), ids=NAMED_GROUPS)
+def test_param_groups_with_names_are_kept_or_refused(groups: dict[str, Any], tmp_path: Path) -> None:
+    """Found by tests/torture: fuzz:full-ours:1795917141513."""
+    w = torch.arange(6.0).view(2, 3)
+    state = {"w": {"step": torch.tensor(3.0), "exp_avg": w + 1, "exp_avg_sq": w + 2}}
+    torch.save({"model": {"w": w}, "optim": {"state": state, "param_groups": groups}}, tmp_path / "x.pt")
+    ckpttool.inspect(tmp_path / "x.pt"), ckpttool.doctor(tmp_path / "x.pt")
+    ckpttool.convert(tmp_path / "x.pt", tmp_path / "dcp", to="dcp", world_size=2)
+    assert ckpttool.digest(tmp_path / "dcp").digest == ckpttool.digest(tmp_path / "x.pt").digest
+    for to in ("zero1", "zero3", "fsdp1", "universal", "megatron", "trainer", "torchtune", "lightning"):
+        world = None if to in ("universal", "torchtune") else 2
+        with pytest.raises(Unsupported, match=r"param.group"):
+            ckpttool.convert(tmp_path / "x.pt", tmp_path / "out", to=to, world_size=world)
+    for to in ("zero1", "fsdp1"):
+        done = ckpttool.convert(tmp_path / "x.pt", tmp_path / to, to=to, world_size=2, drop=True)
+        assert done.verified and all(d[0].startswith("optim.param_groups.") for d in done.dropped)

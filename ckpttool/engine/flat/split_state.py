@@ -195,7 +195,7 @@ def _fill_in_optimizer(ckpt: Checkpoint, source: Source, out: Training) -> None:
     for name, t in ckpt.tensors.items():
         if t.component != "optim":
             continue
-        if t.path[1] == "param_groups" and len(t.path) > 3 and t.numel == 1:  # a learning rate may be a tensor
+        if t.option is not None and t.numel == 1:  # a learning rate may be a tensor
             option = Inline(t.dtype, t.shape, read_small_tensors(ckpt, source, [name])[name])
             groups.setdefault(t.group, {})[t.path[3:]] = option
             out.inlined[name] = Value(t.path, option)

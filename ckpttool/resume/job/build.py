@@ -552,7 +552,7 @@ def _list_stored_param_groups(ckpt: Checkpoint) -> list[ParamGroup]:
     left out."""
     found: dict[int, ParamGroup] = {}
     for v in ckpt.values.values():
-        if v.is_param_group and len(v.path) == 4:
+        if v.option is not None and len(v.path) == 4:
             found.setdefault(v.group, {})[str(v.path[3])] = v.data
     groups = [g for _, g in sorted(found.items()) if isinstance(g.get("params"), list)]
     return [g for g in groups if all(isinstance(n, str) for n in g["params"])]
