@@ -426,7 +426,7 @@ def _describe_data_start(iteration: int) -> str:
         return "begins at its start"
     return (
         f"goes on at sample {iteration:,} x the job's global batch size, which has to be the source's; a job with "
-        "--train-samples stops there"
+        "train_samples stops there"
     )
 
 
