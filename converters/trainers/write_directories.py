@@ -12,6 +12,7 @@ from ckpttool import bounded_json
 from ckpttool.engine.conservation import list_changed_values
 from ckpttool.engine.copy.stream import read_small_tensors
 from ckpttool.engine.copy.value_digests import are_equal_data
+from ckpttool.engine.flat.split_state import list_plain_model_values
 from ckpttool.errors import CkpttoolError, Unsupported, UsageError, argument
 from ckpttool.formats.stored_tensors import decode_number, flatten_tree
 from ckpttool.index.checkpoint import Checkpoint, Leaves, Path, TensorEntry, Value, joined
@@ -70,6 +71,8 @@ _NAMES = {
 }
 #: What a scheduler does whose state a trainer does not find and does not ask for.
 BEGINS_ANEW = "the job's own begins at step 0, without an error"
+#: Why a value in the model's state dict has no place in a file of weights.
+_NO_WEIGHT = "neither a tensor nor the extra state of a module, which is all that a file with weights at its root has"
 #: The keys of a state of torch.amp.GradScaler.
 _GRAD_SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 #: {layout: {state dict type: names of the model and of the optimizer}}
@@ -530,6 +533,7 @@ def write_llamafactory(ckpt: Checkpoint, source: Source, options: WriteOptions) 
             code="CKPT0203",
         )
     ckpt, lost = _without_tensor_counters(ckpt, ("global_step", "epoch", "num_training_steps"), "metadata.json")
+    ckpt, plain = _without_entries(ckpt, list_plain_model_values(ckpt), _NO_WEIGHT)
     world = options.ranks(ckpt)
     placed: set[Path] = set()
     copies: set[Path] = set()
@@ -561,7 +565,7 @@ def write_llamafactory(ckpt: Checkpoint, source: Source, options: WriteOptions) 
         made,
         copies,
     )
-    out.dropped += lost
+    out.dropped += [*lost, *plain]
     return out
 
 
@@ -904,12 +908,13 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
     made = {p: data for p, data in needed.items() if joined(p) not in ckpt.tensors and ckpt.value(joined(p)) is None}
     dropped = [joined(p) for p in ckpt.leaves() if p not in made and any(_paths_conflict(p, q) for q in made)]
     ckpt, lost = _without_entries(ckpt, dropped, "torchtitan has entries with names there, which it asks for")
+    ckpt, plain = _without_entries(ckpt, list_plain_model_values(ckpt), _NO_WEIGHT)
     ckpt, added, of_groups = add_missing_options(ckpt)
     values = {**ckpt.values, **{joined(p): Value(p, data) for p, data in made.items()}}
     draft = write_dcp(replace(ckpt, values=values, origin={}, notes=[]), source, replace(options, tree=_to_titan_tree))
     draft.taken_apart = {n: v for n, v in draft.taken_apart.items() if v.path[0] != "optim"}
     draft.checkpoint.layout = "torchtitan"
-    draft.dropped += lost
+    draft.dropped += [*lost, *plain]
     draft.changed |= {joined(p): f"None became {data}" for p, data in made.items() if joined(p) in ckpt.values}
     draft.synthesized_values |= {joined(p): data for p, data in made.items() if joined(p) not in ckpt.values}
     # each parameter has the options of its group, and a reader makes groups of those with equal ones
@@ -956,6 +961,7 @@ def write_torchtune(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
             f"asks for. {argument('map', 'torchtune-llama3')} gives them to a Llama, and a map of your own to others.",
             code="CKPT0316",
         )
+    ckpt, plain = _without_entries(ckpt, list_plain_model_values(ckpt), _NO_WEIGHT)
     run = ckpt.value("trainer.epochs_run")
     epoch = ckpt.value("trainer.epoch")
     if not isinstance(run, int):
@@ -994,6 +1000,7 @@ def write_torchtune(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
         *(("", full.write(part, source, own)) for part, own in parts),
     ]
     out = join_drafts("torchtune", ckpt, drafts, options, options.world_size or ckpt.world_size)
+    out.dropped += plain
     out.checkpoint.values = {n: v for n, v in out.checkpoint.values.items() if n not in map(joined, made)}
     out.synthesized_values |= {joined(p): data for p, data in made.items()}
     if not own:

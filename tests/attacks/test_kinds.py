@@ -201,3 +201,33 @@ def test_param_groups_with_names_are_kept_or_refused(groups: dict[str, Any], tmp
     for to in ("zero1", "fsdp1"):
         done = ckpttool.convert(tmp_path / "x.pt", tmp_path / to, to=to, world_size=2, drop=True)
         assert done.verified and all(d[0].startswith("optim.param_groups.") for d in done.dropped)
+
+
+@pytest.mark.parametrize("value", [3, None, "x", {"k": 1}], ids=str)
+def test_a_value_in_the_state_dict_of_a_model_is_kept_or_refused(value: object, tmp_path: Path) -> None:
+    """Found by all targets of a mutant of tests/torture: full-legacy:2026112910171."""
+    w = torch.arange(6.0).view(2, 3)
+    state = {"w": {"step": torch.tensor(3.0), "exp_avg": w + 1, "exp_avg_sq": w + 2}}
+    optim = {"state": state, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
+    torch.save({"model": {"w": w, "seen": value}, "optim": optim}, tmp_path / "x.pt")
+    for to in ("zero1", "zero3", "fsdp1", "universal", "torchtitan", "torchtune", "llamafactory"):
+        world = None if to in ("universal", "torchtune") else 2
+        with pytest.raises(Unsupported, match=r"first \"model\.seen.*extra state of a module"):
+            ckpttool.convert(tmp_path / "x.pt", tmp_path / to, to=to, world_size=world)
+        done = ckpttool.convert(tmp_path / "x.pt", tmp_path / to, to=to, world_size=world, drop=True)
+        assert done.verified and [d[0].startswith("model.seen") for d in done.dropped] == [True]
+    for to in ("dcp", "trainer", "lightning"):
+        assert ckpttool.convert(tmp_path / "x.pt", tmp_path / to, to=to, world_size=2).dropped == []
+
+
+def test_a_number_that_one_parameter_of_a_flat_tensor_has_is_dropped_or_refused(tmp_path: Path) -> None:
+    """Found by all targets of a mutant of tests/torture: full:2026112910074."""
+    w = {"a": torch.ones(2, 3), "b": torch.ones(3)}
+    state: dict[str, Any] = {n: {"step": torch.tensor(3.0), "exp_avg": t, "exp_avg_sq": t} for n, t in w.items()}
+    optim = {"state": state | {"b": {**state["b"], "seen": 1}}, "param_groups": [{"lr": 0.1, "params": ["a", "b"]}]}
+    torch.save({"model": w, "optim": optim}, tmp_path / "x.pt")
+    for to in ("zero1", "zero3"):
+        with pytest.raises(Unsupported, match=r"optim\.state\.b\.seen.*; a has none"):
+            ckpttool.convert(tmp_path / "x.pt", tmp_path / to, to=to, world_size=2)
+        done = ckpttool.convert(tmp_path / "x.pt", tmp_path / to, to=to, world_size=2, drop=True)
+        assert [d[0] for d in done.dropped] == ["optim.state.b.seen"]

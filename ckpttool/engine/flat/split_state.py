@@ -49,6 +49,7 @@ __all__ = [
     "Training",
     "find_shared_scalars",
     "list_group_values",
+    "list_plain_model_values",
     "split_training_state",
     "tensors_of",
 ]
@@ -127,10 +128,20 @@ def split_training_state(ckpt: Checkpoint, source: Source, trained: Iterable[str
             code="CKPT0317",
         )
     out = Training(model, [], [], [], {}, {}, {}, extra_states=extra_states)
+    out.dropped += [
+        Dropped(n, 0, "neither a tensor nor the extra state of a module") for n in list_plain_model_values(ckpt)
+    ]
     _fill_in_optimizer(ckpt, source, out)
     _fill_in_rest(ckpt, out)
     _classify_tensors(ckpt, source, out, frozenset(trained or ()))
     return out
+
+
+def list_plain_model_values(ckpt: Checkpoint) -> list[str]:
+    """List the names of values in the model's state dict that are no extra state of a module."""
+    return [
+        n for n, v in ckpt.values.items() if v.component == "model" and split_extra_state(joined(v.path[1:])) is None
+    ]
 
 
 def _collect_extra_states(ckpt: Checkpoint) -> dict[str, Tree]:
@@ -480,8 +491,8 @@ def find_shared_scalars(training: Training, params: Iterable[str], what: str) ->
         what: why there can be only one value, for the reasons: "a sub-group of ZeRO-3 has one step".
 
     Returns:
-        ({slot: the scalar that most of the parameters have}, the scalars of parameters that have another or none, as
-            dropped).
+        ({slot: the scalar that most of the parameters have}, the scalars of parameters that have another, as dropped;
+            all of a slot that some parameters lack, since a reader would find it for these too).
     """
     fresh = set(training.fresh)
     names = [n for n in params if n not in fresh]
@@ -500,8 +511,10 @@ def find_shared_scalars(training: Training, params: Iterable[str], what: str) ->
         if not counts:
             continue
         most = max(counts.values(), key=len)
-        out[slot] = training.scalars[most[0]][slot]
-        for others in (*counts.values(), none):
-            if others is not most:
-                dropped += [Dropped(f"optim.state.{n}.{slot}", 0, f"{what}; {most[0]} has another") for n in others]
+        why = f"{what}; {none[0]} has none" if none else f"{what}; {most[0]} has another"
+        if not none:
+            out[slot] = training.scalars[most[0]][slot]
+        for same in counts.values():
+            if none or same is not most:
+                dropped += [Dropped(f"optim.state.{n}.{slot}", 0, why) for n in same]
     return out, dropped
