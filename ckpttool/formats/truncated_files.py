@@ -22,6 +22,7 @@ from ..errors import Corrupt
 from ..storage.overlay import Patch
 from ..storage.source import ReadAt
 from . import pickles, safetensors_header, sharded, torch_zip, zip_bytes
+from .crc import crc32
 
 __all__ = ["LEGACY", "ends_like_zip", "repair_safetensors_file", "repair_torch_file"]
 
@@ -144,7 +145,8 @@ def _repair_zip(read_at: ReadAt, length: int, what: str) -> Patch:
         else:
             descriptor = (crc, offset + size) if offset + size <= length else None
         if descriptor is None:
-            if _ends_inside_record(read_at, offset + size, length):  # what there is of it counts
+            whole = short in ("version", ".data/serialization_id")  # which torch.load reads whole
+            if not whole and _ends_inside_record(read_at, offset + size, length):  # what there is of it counts
                 found.append(_FoundRecord(name, at, offset, size, 0))
                 present, at = length, max(length, offset + size)
             break
@@ -164,6 +166,12 @@ def _repair_zip(read_at: ReadAt, length: int, what: str) -> Patch:
             made.append((at, raw))
             entries.append((name, at, size, 0, True))
             at += len(raw) + size
+    if "version" not in there:  # which torch.save writes behind the tensors, and torch.load asks for
+        name, body = f"{root}/version", b"3\n"
+        raw = zip_bytes.make_local_header(name, len(body), crc32(body), at) + body
+        made.append((at, raw))
+        entries.append((name, at, len(body), crc32(body), False))
+        at += len(raw)
     directory = zip_bytes.make_central_directory(entries, at)
     return Patch(present, at + len(directory), (*made, (at, directory)))
 

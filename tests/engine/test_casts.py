@@ -232,4 +232,6 @@ def test_a_block_of_a_stream_says_what_its_cast_lost(large: Path) -> None:
 def test_a_cast_of_a_checkpoint_without_tensors_is_a_usage_error(tmp_path: Path) -> None:
     torch.save({"step": 3, "model": {"w": torch.ones(2)}}, tmp_path / "in.pt")
     with pytest.raises(UsageError, match=r"no tensor has such a name\. There is no tensor"):
-        ckpttool.convert(tmp_path / "in.pt", tmp_path / "out.pt", only=["trainer"], cast={"*": "fp16"})
+        ckpttool.convert(
+            tmp_path / "in.pt", tmp_path / "out", to="dcp", world_size=1, only=["trainer"], cast={"*": "fp16"}
+        )
