@@ -94,13 +94,15 @@ def write_stages(plan: dw.SavePlan, options: WriteOptions, world: int, pipeline:
 
     # the weights, in a file for each layer, as every stage reads those of its own
     placed, seen = list[tuple[int, dw.FileTree]](), Counter[str]()
+    order = {n: i for i, n in enumerate(plan.tensors)}  # of the draft, which files of a tied layer may not agree on
     for file, keys in pipeline.layers.items():
         names = tuple(keys.values())
+        weights = iter(sorted((key for key, n in keys.items() if n in order), key=lambda key: order[keys[key]]))
         tree = dw.FileTree(seen[names[0]] if names else 0)  # a tied layer may have several files
         seen.update(names)
         content = {
-            key: tree.add_tree(state.extra_states[n]) if n in state.extra_states else models.add_module_tensor(tree, n)
-            for key, n in keys.items()
+            key: models.add_module_tensor(tree, keys[key]) if n in order else tree.add_tree(state.extra_states[n])
+            for key, n in ((next(weights) if n in order else key, n) for key, n in keys.items())
         }
         placed.append((files.add(f"{plan.tag}/{file}", content, tree.sizes), tree))
 

@@ -413,6 +413,18 @@ def _rename_to_number(tree: dict[str, Any]) -> None:
         places[0] = places.pop(next(iter(places)))
 
 
+def _rename_factor(tree: dict[str, Any]) -> None:
+    tree["other"] = tree.pop("factor")
+
+
+def test_files_of_a_tied_layer_may_hold_other_buffers(saves: Path, tmp_path: Path) -> None:
+    """Found by all targets of a mutant of tests/torture: deepspeed-pipeline_twice:2026112910390."""
+    copy = shutil.copytree(saves / TWICE / "ck", tmp_path / "copy")
+    _edit("layer_03-model_states.pt", _rename_factor)(copy / "global_step3")
+    done = ckpttool.convert(copy, tmp_path / "out", to="zero1", world_size=2)
+    assert done.verified and not done.dropped
+
+
 def _scale_second_stage(folder: Path) -> None:
     scaler = LossScaler(cur_scale=8.0, dynamic=False)
     for file in folder.glob("*_mp_rank_01_optim_states.pt"):
