@@ -401,7 +401,8 @@ def test_ray_works_with_four_workers_and_fails_the_future_of_one_that_dies(tmp_p
     try:
         program = script(RAY, tmp_path, folder, env={"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"})
         out, err = program.communicate(timeout=60)
-        assert (program.returncode, out.strip()) == (0, "ok"), err
+        said = out.splitlines()[-1:]  # Ray may report the death of the worker before it
+        assert (program.returncode, said) == (0, ["ok"]), (out, err)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
