@@ -15,7 +15,15 @@ from ckpttool.engine.copy.value_digests import are_equal_data
 from ckpttool.engine.flat.split_state import list_plain_model_values
 from ckpttool.errors import CkpttoolError, Unsupported, UsageError, argument
 from ckpttool.formats.stored_tensors import decode_number, flatten_tree
-from ckpttool.index.checkpoint import Checkpoint, Leaves, Path, TensorEntry, Value, joined
+from ckpttool.index.checkpoint import (
+    Checkpoint,
+    Leaves,
+    Path,
+    TensorEntry,
+    Value,
+    find_orphaned_optimizer_state,
+    joined,
+)
 from ckpttool.index.composites import shape_of
 from ckpttool.index.draft import Draft, Dropped, turn_positions_into_keys
 from ckpttool.index.names import canonical, describe_weights_elsewhere, original_path, step_count
@@ -950,7 +958,8 @@ def write_torchtune(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     recipes, whose optimizer has names.
 
     Raises:
-        Unsupported: there are no weights, several optimizers, or the names are those of transformers.
+        Unsupported: there are no weights, several optimizers, or state of one for no weight, or the names are those of
+            transformers.
     """
     refuse_unfit_optimizer(ckpt, "torchtune")
     names = [str(t.path[1]) for t in ckpt.tensors.values() if t.path[0] == "model"]
@@ -960,6 +969,12 @@ def write_torchtune(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
             f'The weights do not have torchtune\'s names (first "{names[0] if names else "none"}"), which a recipe '
             f"asks for. {argument('map', 'torchtune-llama3')} gives them to a Llama, and a map of your own to others.",
             code="CKPT0316",
+        )
+    if orphans := find_orphaned_optimizer_state(ckpt):
+        raise Unsupported(
+            f"the optimizer has state of {count_noun(len(orphans), 'parameter')} that the model does not have, first "
+            f'"{orphans[0]}"; a recipe would take it for that of another model. Are the two of one training run?',
+            code="CKPT0330",
         )
     ckpt, plain = _without_entries(ckpt, list_plain_model_values(ckpt), _NO_WEIGHT)
     run = ckpt.value("trainer.epochs_run")

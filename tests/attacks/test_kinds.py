@@ -231,3 +231,12 @@ def test_a_number_that_one_parameter_of_a_flat_tensor_has_is_dropped_or_refused(
             ckpttool.convert(tmp_path / "x.pt", tmp_path / to, to=to, world_size=2)
         done = ckpttool.convert(tmp_path / "x.pt", tmp_path / to, to=to, world_size=2, drop=True)
         assert [d[0] for d in done.dropped] == ["optim.state.b.seen"]
+
+
+def test_torchtune_has_no_state_of_a_parameter_without_a_weight(tmp_path: Path) -> None:
+    """Found by all targets of a mutant of tests/torture: full-legacy:2026112940086."""
+    state = {n: {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)} for n in ("a", "b")}
+    optim = {"state": state, "param_groups": [{"lr": 0.1, "params": ["a", "b"]}]}
+    torch.save({"model": {"a": torch.ones(2)}, "optim": optim}, tmp_path / "x.pt")
+    with pytest.raises(Unsupported, match=r'1 parameter that the model does not have, first "b"'):
+        ckpttool.convert(tmp_path / "x.pt", tmp_path / "out", to="torchtune")
