@@ -674,6 +674,8 @@ def assemble_slot(files: Files, ranks: list[Rank], name: str, column: Column) ->
                 )
         return assemble_tensor(files, ranks, name, column)
     there = [(r, x) for r, x in zip(ranks, column, strict=True) if x is not None]
+    if not there:  # an optimizer may keep None, as SOAP does before it has preconditioners
+        return None
     first = there[0][1]
     if isinstance(first, StoredTensor) and prod(first.shape) > 1:
         return select_first_replica(files, [r for r, _ in there], name, [x for _, x in there])

@@ -928,8 +928,13 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
     # each parameter has the options of its group, and a reader makes groups of those with equal ones
     groups = {n: v for n, v in ckpt.values.items() if v.path[:2] == ("optim", "param_groups")}
     optim = {p: leaf for p, leaf in _to_titan_tree(ckpt.leaves()).items() if p[0] == "optimizer" or len(p) == 1}
-    read = canonical(optim, shape_of, None, None).leaves if groups else {}
-    after = {joined(p): Value(p, x) for p, x in read.items() if p[:2] == ("optim", "param_groups")}
+    read = canonical(optim, shape_of, None, None).leaves
+    found = {joined(p): Value(p, x) for p, x in read.items()}
+    states = {n: v for n, v in ckpt.values.items() if v.is_optimizer_state and n in found}
+    rejoined = {n: found[n] for n, v in states.items() if found[n].path != v.path}
+    draft.checkpoint.values |= rejoined
+    draft.changed |= dict.fromkeys(rejoined, "torchtitan joins the keys inside a slot to one name")
+    after = {n: v for n, v in found.items() if v.is_param_group} if groups else {}
     draft.changed |= list_changed_values(groups, after, "torchtitan keeps options by parameter")
     draft.checkpoint.values = {n: v for n, v in draft.checkpoint.values.items() if n not in groups} | after
     draft.changed = {n: how for n, how in draft.changed.items() if n not in added}

@@ -240,3 +240,17 @@ def test_torchtune_has_no_state_of_a_parameter_without_a_weight(tmp_path: Path) 
     torch.save({"model": {"a": torch.ones(2)}, "optim": optim}, tmp_path / "x.pt")
     with pytest.raises(Unsupported, match=r'1 parameter that the model does not have, first "b"'):
         ckpttool.convert(tmp_path / "x.pt", tmp_path / "out", to="torchtune")
+
+
+@pytest.mark.parametrize(
+    "slot", [{"k": 1}, [torch.ones(2), []], None], ids=["a dict", "a list with an empty list", "None"]
+)
+def test_what_optimizers_keep_in_a_slot_is_kept_by_every_layout_that_has_slots(slot: object, tmp_path: Path) -> None:
+    """SOAP has [tensor, []] for a dimension that it does not precondition, and None before its first step."""
+    w = {"a": torch.ones(2, 3), "b": torch.ones(3)}
+    state = {n: {"step": torch.tensor(3.0), "exp_avg": t, "Q": slot} for n, t in w.items()}
+    optim = {"state": state, "param_groups": [{"lr": 0.1, "params": ["a", "b"]}]}
+    torch.save({"model": w, "optim": optim}, tmp_path / "x.pt")
+    for to in ("torchtitan", "trainer", "lightning", "accelerate", "dcp", *(["fsdp1"] if slot is None else [])):
+        done = ckpttool.convert(tmp_path / "x.pt", tmp_path / to, to=to, world_size=2)
+        assert done.verified and done.dropped == [], to
