@@ -43,7 +43,7 @@ from ..program import Advice
 from ..storage import urls
 from ..storage.source import Source
 from ..storage.whole_file import write_text_file
-from .discover.next_steps import LOADED_BY_PEFT, next_step
+from .discover.next_steps import next_step
 from .discover.unread_files import describe_files, human
 from .opening import CheckpointPath, OpenCheckpoint, OpenOptions, open_checkpoint, show_path
 
@@ -314,11 +314,7 @@ def _describe_next_step(opened: OpenCheckpoint, path: str) -> str:
     if opened.selection.by_component and (record is None or record.selection is None):
         if opened.selection.only is not None:  # what else there is was not looked at
             return f"only a part was looked at; of the whole: ckpttool inspect {Advice(opened.checkpoint, path).quoted}"
-        text = next_step(opened.checkpoint, path)
-        if text.startswith(LOADED_BY_PEFT) and not opened.source.exists("adapter_config.json"):
-            needs = "PeftModel.from_pretrained needs an adapter_config.json beside it"
-            return text.replace(LOADED_BY_PEFT, needs, 1)
-        return text
+        return next_step(opened.checkpoint, path, opened.source.exists)
     return f"a part of a checkpoint: ckpttool.open reads its tensors, and convert writes it. {NOT_RESUMED}"
 
 

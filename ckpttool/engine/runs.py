@@ -464,7 +464,7 @@ def _open_one_of_each_kind(source: Source, steps: list[RunStep]) -> tuple[list[R
                 if out[i].problem:
                     continue
                 break
-            text = next_step(ckpt, s.path)
+            text = next_step(ckpt, s.path, place_step(source, s).source.exists)
             for j in same:
                 said = text.replace(shlex.quote(s.path), shlex.quote(steps[j].path))
                 out[j] = replace(out[j], world_size=ckpt.world_size, next_step=said if not out[j].problem else None)

@@ -7,20 +7,25 @@ the line names the command that makes it so.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ... import layouts
 from ...index.checkpoint import Checkpoint, MixupNote
 from ...index.names import describe_weights_elsewhere
 from ...program import Advice
 
-__all__ = ["LOADED_BY_PEFT", "next_step"]
-
-#: Of an adapter with its config, as PEFT saves it.
-LOADED_BY_PEFT = "PeftModel.from_pretrained loads it"
+__all__ = ["next_step"]
 
 
-def next_step(ckpt: Checkpoint, path: str) -> str:
+def next_step(ckpt: Checkpoint, path: str, exists: Callable[[str], bool]) -> str:
     """Return one line of advice: whether the checkpoint's trainer can resume from it as it is, and which command to use
-    for what the trainer cannot do."""
+    for what the trainer cannot do.
+
+    Args:
+        ckpt: the checkpoint.
+        path: path or URL of it, for the commands in the line.
+        exists: tells whether its folder has a file of this name.
+    """
     advice = Advice(ckpt, path)
     layout, program = layouts.find_by_checkpoint_layout(ckpt.layout), layouts.get_program_of(ckpt.layout)
     if any(isinstance(note, MixupNote) for note in ckpt.notes):
@@ -42,7 +47,8 @@ def next_step(ckpt: Checkpoint, path: str) -> str:
     if not of_trainer and advice.adapter is not None and advice.adapter.alone:
         into = f"merged into its base model: ckpttool adapter merge BASE {advice.quoted} OUT"
         if any(f.endswith("adapter_model.safetensors") for f in ckpt.files):
-            return f"{LOADED_BY_PEFT}; {into}"
+            needs = "loads it" if exists("adapter_config.json") else "needs an adapter_config.json beside it"
+            return f"PeftModel.from_pretrained {needs}; {into}"
         return f"for PEFT: ckpttool adapter extract {advice.quoted} OUT; {into}"
     text = program.next_step(advice)
     if "resumes" in text and not advice.has_optimizer:
