@@ -42,7 +42,7 @@ tools: $(VENV)/.done
 test: $(VENV)/.engines $(TORCHAO)/.done tools lint
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -q -n 2 --durations=20
 
-# Every row of the tables of which `make test` runs a sample (tests/sampling.py): about an hour on two cores.
+# Every row of the tables of which `make test` runs a sample (tests/sampling.py); it takes longer than `make test`.
 test-all: export EVERY := 1
 test-all: test
 

@@ -662,6 +662,9 @@ def assemble_slot(files: Files, ranks: list[Rank], name: str, column: Column) ->
         name: the name of the slot.
         column: each rank's value, in the order of `ranks`; None for a rank without one.
 
+    Returns:
+        The tensor's entry, or the value; None if no rank has one.
+
     Raises:
         Corrupt: a rank has another step, or lacks its part.
     """

@@ -450,10 +450,12 @@ def _make_draft(
     digests = {n: value_digest(v) for n, v in ckpt.values.items()}
     draft = target.write(replace(ckpt, tensors=dict(ckpt.tensors), values=dict(ckpt.values)), source, options)
     account.add_draft(ckpt, digests, draft)
-    if target.name != ARCHIVE_LAYOUT and (target.saves is None or target.of_trainer):  # else the engine is DeepSpeed
-        made = {n for n in draft.synthesized_values if n.startswith("scheduler.")}  # of the schedule of an own engine
-        draft.notes += [] if made else describe_deepspeed_scheduler(draft.checkpoint)
-    if target.name != ARCHIVE_LAYOUT and not target.joins_remainders:  # else the engine has an optimizer of its own
+    if target.name == ARCHIVE_LAYOUT:
+        return draft
+    has_own_schedule = any(n.startswith("scheduler.") for n in draft.synthesized_values)  # as Megatron-Core's
+    if (target.saves is None or target.of_trainer) and not has_own_schedule:  # else the engine is DeepSpeed
+        draft.notes += describe_deepspeed_scheduler(draft.checkpoint)
+    if not target.joins_remainders:  # DeepSpeed and Megatron-Core keep fp32; FSDP1's writer notes it for its own files
         draft.notes += describe_wide_slots(draft.checkpoint)
     return draft
 
@@ -622,16 +624,16 @@ def _compute_tensors(
         codes = encodings.find_in_checkpoint(ckpt, encodings.read_quantization_config(stating, beside))
         choose = make_dtype_chooser(writing.dtype, writing.cast or {})
         plain, source, lost = dequantize(opened, patterns, codes, choose, encodings.read_model_dtype(stating, beside))
-        opened = _with_computed(opened, opened.layout.name_in_memory(plain), source, "dequantised", account)
+        opened = _replace_computed_tensors(opened, opened.layout.name_in_memory(plain), source, "dequantised", account)
         account.dropped += lost
     if writing.change:
         beside = opened.source if opened.folder else None
         changed, source = change_tensors(opened.checkpoint, opened.source, beside, writing.change)
-        opened = _with_computed(opened, changed, source, "changed by the caller", account)
+        opened = _replace_computed_tensors(opened, changed, source, "changed by the caller", account)
     return opened
 
 
-def _with_computed(
+def _replace_computed_tensors(
     opened: OpenCheckpoint, made: Checkpoint, source: Source, how: str, account: Account
 ) -> OpenCheckpoint:
     """Return a checkpoint with tensors that were computed from it. The tensors that are gone become an input, so that

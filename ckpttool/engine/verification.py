@@ -273,11 +273,7 @@ def _verify_against(
     ckpt, second = complete_scheduler_state(ckpt), complete_scheduler_state(second)
     apart = tuple(f"{n}." for n in excused if n not in ckpt.values or n not in second.values)  # an entry for each key
     mine, yours = (
-        {
-            n: d
-            for n, d in held.items()
-            if n not in excused and _get_component(n) in shared and not (apart and n.startswith(apart))
-        }
+        {n: d for n, d in held.items() if n not in excused and _get_component(n) in shared and not n.startswith(apart)}
         for held in (_describe_entries(ckpt, found), _describe_entries(second, digests))
     )
     _refuse_unequal_digests(mine, yours, name)

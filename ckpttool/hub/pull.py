@@ -104,8 +104,8 @@ def pull_repository(
         f"{hub.url}@{state.commit}", dst, reading, replace(writing, expected=expected), running
     )
     aside = any(r["component"] in ("optim", "extra") for r in result.not_read)
-    asked = reading.only is None and reading.drop_matching is None and not result.dropped
-    if set(result.digest) == {"all", "model"} and asked and not aside:
+    whole = reading.only is None and reading.drop_matching is None and not result.dropped
+    if set(result.digest) == {"all", "model"} and whole and not aside:
         notes.append("the repository contains only weights: training from it starts with a new optimizer")
     if expected and not result.compared:
         notes.append(f"{RECORD} in the repository belongs to other weights, so there were no digests to compare")

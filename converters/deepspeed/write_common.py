@@ -436,9 +436,10 @@ class SavePlan:
         if isinstance(found, dict) and "last_batch_iteration" in found:
             return
         if found is None or not find_only_scheduler(self.ckpt):
-            load = "an engine that has one loads with load_lr_scheduler_states=False"
-            load += ", and else stops there" if found is None else ""
-            self.notes += [] if from_deepspeed else describe_missing_scheduler(self.ckpt, load)
+            if not from_deepspeed:
+                stops = ", and else stops there" if found is None else ""
+                load = f"an engine that has one loads with load_lr_scheduler_states=False{stops}"
+                self.notes += describe_missing_scheduler(self.ckpt, load)
             return
         named = section.get("type") if isinstance(section, dict) else None
         if from_deepspeed and not isinstance(named, str):

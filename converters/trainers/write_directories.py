@@ -79,8 +79,6 @@ _NAMES = {
 }
 #: What a scheduler does whose state a trainer does not find and does not ask for.
 BEGINS_ANEW = "the job's own begins at step 0, without an error"
-#: Why a value in the model's state dict has no place in a file of weights.
-_NO_WEIGHT = "neither a tensor nor the extra state of a module, which is all that a file with weights at its root has"
 #: The keys of a state of torch.amp.GradScaler.
 _GRAD_SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 #: {layout: {state dict type: names of the model and of the optimizer}}
@@ -541,7 +539,7 @@ def write_llamafactory(ckpt: Checkpoint, source: Source, options: WriteOptions) 
             code="CKPT0203",
         )
     ckpt, lost = _without_tensor_counters(ckpt, ("global_step", "epoch", "num_training_steps"), "metadata.json")
-    ckpt, plain = _without_entries(ckpt, list_plain_model_values(ckpt), _NO_WEIGHT)
+    ckpt, plain = _without_plain_model_values(ckpt)
     world = options.ranks(ckpt)
     placed: set[Path] = set()
     copies: set[Path] = set()
@@ -892,6 +890,13 @@ def _without_entries(ckpt: Checkpoint, names: Sequence[str], why: str) -> tuple[
     return left, [Dropped(n, ckpt.tensors[n].nbytes if n in ckpt.tensors else 0, why) for n in names]
 
 
+def _without_plain_model_values(ckpt: Checkpoint) -> tuple[Checkpoint, list[Dropped]]:
+    """Return (the index without values in the model's state dict that are no extra states, the entries dropped), for a
+    file with weights at its root, where a reader would take them for state of the trainer."""
+    why = "neither a tensor nor the extra state of a module, which is all that a file with weights at its root has"
+    return _without_entries(ckpt, list_plain_model_values(ckpt), why)
+
+
 def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     """Draft what torchtitan's CheckpointManager asks for.
 
@@ -916,7 +921,7 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
     made = {p: data for p, data in needed.items() if joined(p) not in ckpt.tensors and ckpt.value(joined(p)) is None}
     dropped = [joined(p) for p in ckpt.leaves() if p not in made and any(_paths_conflict(p, q) for q in made)]
     ckpt, lost = _without_entries(ckpt, dropped, "torchtitan has entries with names there, which it asks for")
-    ckpt, plain = _without_entries(ckpt, list_plain_model_values(ckpt), _NO_WEIGHT)
+    ckpt, plain = _without_plain_model_values(ckpt)
     ckpt, added, of_groups = add_missing_options(ckpt)
     values = {**ckpt.values, **{joined(p): Value(p, data) for p, data in made.items()}}
     draft = write_dcp(replace(ckpt, values=values, origin={}, notes=[]), source, replace(options, tree=_to_titan_tree))
@@ -930,8 +935,8 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
     optim = {p: leaf for p, leaf in _to_titan_tree(ckpt.leaves()).items() if p[0] == "optimizer" or len(p) == 1}
     read = canonical(optim, shape_of, None, None).leaves
     found = {joined(p): Value(p, x) for p, x in read.items()}
-    states = {n: v for n, v in ckpt.values.items() if v.is_optimizer_state and n in found}
-    rejoined = {n: found[n] for n, v in states.items() if found[n].path != v.path}
+    own = ckpt.values
+    rejoined = {n: v for n, v in found.items() if v.is_optimizer_state and n in own and v.path != own[n].path}
     draft.checkpoint.values |= rejoined
     draft.changed |= dict.fromkeys(rejoined, "torchtitan joins the keys inside a slot to one name")
     after = {n: v for n, v in found.items() if v.is_param_group} if groups else {}
@@ -981,7 +986,7 @@ def write_torchtune(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
             f'"{orphans[0]}"; a recipe would take it for that of another model. Are the two of one training run?',
             code="CKPT0330",
         )
-    ckpt, plain = _without_entries(ckpt, list_plain_model_values(ckpt), _NO_WEIGHT)
+    ckpt, plain = _without_plain_model_values(ckpt)
     run = ckpt.value("trainer.epochs_run")
     epoch = ckpt.value("trainer.epoch")
     if not isinstance(run, int):
