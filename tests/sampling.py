@@ -13,7 +13,7 @@ Row = TypeVar("Row")
 EVERY = os.environ.get("EVERY") == "1"
 #: {table: (rows that this run leaves out, all its rows)}, which the summary of pytest shows.
 LEFT_OUT: dict[str, tuple[int, int]] = {}
-#: Parametrized tests whose rows take half a second to ten each: about one row in eight is run.
+#: Parametrized tests whose rows take half a second to ten each: one row in eight is run.
 SAMPLED = (
     "attacks/test_attacks.py::test_what_has_no_bound_or_no_type",
     "attacks/test_audit_attacks.py::test_a_call_that_fails",
@@ -154,8 +154,35 @@ SAMPLED = (
     "watching/test_guard.py::test_a_bad_save_of_torchtitan_is_in_the_log",
     "watching/test_guard.py::test_a_job_that_is_killed_leaves_no_process",
 )
+#: Parametrized tests whose rows are jobs of several ranks, or as slow: one row in four is run.
+JOBS = (
+    "attacks/test_mixups.py::test_model_files_of_nanotron_that_were_exchanged",
+    "converters/test_hf.py::test_from_pretrained_misses_nothing_and_has_the_weights_of_the_live_job_whatever_lies_beside_them",
+    "engine/test_workers.py::test_a_disk_that_fills_up_under_workers_keeps_what_is_filled",
+    "converters/test_megatron.py::test_halves_of_megatron_fsdp_are_one_tensor_again",
+    "live/test_muon.py::test_every_tensor_of_the_ranks_and_the_groups_of_both_optimizers_are_there",
+    "live/test_reader.py::test_a_live_job_filled_from_every_layout_holds_the_truth_and_trains_on",
+    "packaging/test_install.py::test_what_needs_an_extra_says_so_and_writes_nothing",
+    "packaging/test_third_party.py::test_a_layout_that_cannot_be_used_is_named_and_left_out",
+    "resume/test_benign.py::test_nothing_is_said_of_a_job_of_ones_own_in_which_nothing_is_wrong",
+    "resume/test_benign.py::test_nothing_is_said_of_a_run_in_which_nothing_is_wrong",
+    "resume/test_faults.py::test_a_fault_is_seen_first_where_it_should_be_and_called_by_its_name",
+    "resume/test_faults.py::test_a_run_with_nothing_wrong_passes_against_the_recorded_trajectory",
+    "resume/test_fresh.py::test_a_sound_job_passes_and_is_bit_equal_at_its_own_world_size",
+    "resume/test_hybrid.py::test_each_fault_of_the_third_suite_has_its_verdict",
+    "resume/test_resume.py::test_a_job_that_cannot_be_built_ends_with_a_sentence",
+    "resume/test_zoo.py::test_each_fault_of_the_second_suite_has_its_verdict",
+    "storage/test_azure.py::test_there_and_back",
+)
 #: {test of ten seconds or more: the test of the same kind that is run}.
 ALIKE = {
+    "resume/test_resume.py::test_a_signal_ends_all_ranks_and_leaves_nothing":
+        "resume/test_operations.py::test_a_signal_ends_every_rank_also_a_stopped_one",
+    "attacks/test_audit_attacks.py::test_killed_at_any_time": "audit/test_audit.py::test_killed_in_the_middle_and_run_again",
+    "storage/test_shared_objects.py::test_four_processes_three_of_which_are_killed":
+        "storage/test_shared_objects.py::test_a_worker_that_dies_costs_its_part",
+    "storage/test_crash.py::test_sigkill_at_random_moments_leaves_a_fresh_destination_absent_or_complete":
+        "storage/test_crash.py::test_sigkill_at_random_moments_leaves_a_replaced_destination_old_or_complete",
     "test_examples.py::test_the_slurm_file_runs_two_ranks_and_ends_with_their_verdict":
         "resume/test_resume.py::test_torchrun_may_start_it_and_rank_0_alone_speaks",
     "engine/test_executors.py::test_ray_works_with_four_workers_and_fails_the_future_of_one_that_dies":
@@ -186,7 +213,7 @@ def sample(table: str, rows: Iterable[Row], keep: Iterable[Row]) -> list[Row]:
 def leave_out(ids: Iterable[str]) -> set[str]:
     """Return the ids of the tests that this run leaves out, and count them in `LEFT_OUT`.
 
-    Rows are chosen by a hash of their ids, so that a new one does not move the others. At least one row of every test is run.
+    Rows are chosen by a hash of their ids, so that a new one moves one other at most. At least one row of every test is run.
 
     Args:
         ids: such as "tests/a/test_b.py::test_c[row]".
@@ -198,11 +225,11 @@ def leave_out(ids: Iterable[str]) -> set[str]:
     out: set[str] = set(alike)
     for name in ids:
         test = name.removeprefix("tests/").partition("[")[0]
-        if test in SAMPLED:
+        if test in SAMPLED or test in JOBS:
             rows_of[test].append(name)
     for test, rows in rows_of.items():
-        hashes = {row: crc32(row.encode()) % 8 for row in rows}
-        kept = [row for row in rows if not hashes[row]] or [row for row in rows if hashes[row] == 4] or rows[:1]
+        count = max(1, round(len(rows) / (4 if test in JOBS else 8)))
+        kept = sorted(rows, key=lambda row: crc32(row.encode()))[:count]
         left = [] if EVERY else [row for row in rows if row not in kept]
         out.update(left)
         LEFT_OUT[f"rows of {test}"] = (len(left), len(rows))

@@ -397,6 +397,6 @@ def test_json_of_others_is_parsed_in_one_place() -> None:
 def test_the_tests_that_are_sampled_and_those_that_are_left_out_are_there() -> None:
     import sampling
 
-    for name in (*sampling.SAMPLED, *sampling.ALIKE, *sampling.ALIKE.values()):
+    for name in (*sampling.SAMPLED, *sampling.JOBS, *sampling.ALIKE, *sampling.ALIKE.values()):
         file, _, test = name.partition("::")
         assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), name

@@ -20,6 +20,7 @@ import stores
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import EVERY
 from stores import Flaky, first
 from typer.main import get_command
 
@@ -861,7 +862,7 @@ def archives(draw: st.DrawFn) -> list[dict[str, Any]]:
     return out
 
 
-@settings(max_examples=400)
+@settings(max_examples=400 if EVERY else 150)
 @given(
     archives(),
     st.one_of(st.none(), st.integers(1, 4)),
