@@ -923,6 +923,15 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
     ckpt, lost = _without_entries(ckpt, dropped, "torchtitan has entries with names there, which it asks for")
     ckpt, plain = _without_plain_model_values(ckpt)
     ckpt, added, of_groups = add_missing_options(ckpt)
+    optim = {p: leaf for p, leaf in _to_titan_tree(ckpt.leaves()).items() if p[0] == "optimizer" or len(p) == 1}
+    read = canonical(optim, shape_of, None, None).leaves
+    misread = (n for n, t in ckpt.tensors.items() if len(t.path) == 2 and t.component == "model" and t.path not in read)
+    if name := next(misread, None):
+        raise Unsupported(
+            f'"{name}" cannot be written: torchtitan keeps weights at the root of its state dict, where a reader '
+            f'takes the key "{ckpt.tensors[name].path[1]}" for something else. Write dcp or full.',
+            code="CKPT0316",
+        )
     values = {**ckpt.values, **{joined(p): Value(p, data) for p, data in made.items()}}
     draft = write_dcp(replace(ckpt, values=values, origin={}, notes=[]), source, replace(options, tree=_to_titan_tree))
     draft.taken_apart = {n: v for n, v in draft.taken_apart.items() if v.path[0] != "optim"}
@@ -932,8 +941,6 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
     draft.synthesized_values |= {joined(p): data for p, data in made.items() if joined(p) not in ckpt.values}
     # each parameter has the options of its group, and a reader makes groups of those with equal ones
     groups = {n: v for n, v in ckpt.values.items() if v.path[:2] == ("optim", "param_groups")}
-    optim = {p: leaf for p, leaf in _to_titan_tree(ckpt.leaves()).items() if p[0] == "optimizer" or len(p) == 1}
-    read = canonical(optim, shape_of, None, None).leaves
     found = {joined(p): Value(p, x) for p, x in read.items()}
     own = ckpt.values
     rejoined = {n: v for n, v in found.items() if v.is_optimizer_state and n in own and v.path != own[n].path}

@@ -703,6 +703,17 @@ def test_torchtitan_gets_its_own_keys_back_and_those_it_asks_for(tmp_path: Path)
     assert tree["train_state"]["step"] == 3 and tree["lr_scheduler"]["last_epoch"] == 3
 
 
+@pytest.mark.parametrize("name", ["model", "optimizer", "state_dict"])
+def test_a_weight_that_has_the_name_of_a_component_is_refused_for_torchtitan(name: str, tmp_path: Path) -> None:
+    weights = {name: torch.randn(3), "fc.weight": torch.randn(2, 3)}
+    state = {"state": {n: {"exp_avg": w, "step": torch.tensor(1.0)} for n, w in weights.items()}}
+    groups = [{"params": list(weights), "lr": 0.1}]
+    torch.save({"model": weights, "optim": state | {"param_groups": groups}}, tmp_path / "in.pt")
+    with pytest.raises(ckpttool.CkpttoolError, match="at the root of its state dict"):
+        ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="torchtitan", world_size=2)
+    assert not (tmp_path / "out").exists()
+
+
 def test_for_chooses_the_layout(tmp_path: Path) -> None:
     source = folder("accelerate_fsdp2_full")
     for trainer, (layout, program) in list_resuming_programs().items():

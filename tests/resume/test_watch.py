@@ -201,7 +201,8 @@ def test_a_judge_that_uses_its_cpu_is_not_silent_and_a_rank_that_may_only_poll_i
             pass
     watch.enter_stage("nothing")
     assert len(seen) > 3
-    assert any(beat.quiet for beat in seen) != computes
+    quiet = sum(beat.quiet > 0 for beat in seen)  # a machine with other work may starve a beat or two
+    assert quiet < len(seen) / 2 if computes else quiet > len(seen) / 2
 
 
 def test_an_attempt_of_torchrun_meets_under_keys_that_no_earlier_one_has_used() -> None:
