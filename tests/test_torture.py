@@ -56,6 +56,7 @@ def test_mutants_are_refused_or_read_as_their_own_reader_reads_them(tmp_path: Pa
     script = f"""
 import json, sys, time
 from pathlib import Path
+import ckpttool
 from tests.torture import fuzz, oracle, report, seeds
 
 work = Path({str(tmp_path)!r})
@@ -63,10 +64,18 @@ made = seeds.build(work / "seeds", {(*SEEDS, "full-numbered")!r})
 fuzz.warm(made, work / "warm", ("dcp", "full", "zero3"))
 fuzz.supervised(made, work / "work", 7, time.time() + 60, work / "log", workers=1, most=80)
 done = report.lines(work.glob("log.*.jsonl"))
-print(json.dumps([len(done), report.failures(done), [r["status"] for r in done]]))
+
+def convert(*_, **__):
+    raise ckpttool.CkpttoolError("nothing was left there: please report this.")
+
+ckpttool.convert = convert
+fuzz.supervised(made, work / "work", 7, time.time() + 60, work / "broken", workers=1, most=20)
+broken = {{r["status"] for r in report.failures(report.lines(work.glob("broken.*.jsonl")))}}
+print(json.dumps([len(done), report.failures(done), [r["status"] for r in done], list(broken)]))
 """
-    count, bad, statuses = ran(script)
+    count, bad, statuses, broken = ran(script)
     assert not bad
+    assert broken == ["an error that asks to be reported"]
     assert count == 80
     assert {"refused with a clear error", "accepted: equal to the original"} <= set(statuses)
 

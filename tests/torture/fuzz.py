@@ -66,10 +66,12 @@ EQUAL, OTHER, REFUSED, UNJUDGED, ALONE = (
     "accepted: differs from the original, no reader to ask",
     "accepted: its reader refuses",
 )
+#: Nothing is left and nothing is wrong, but ckpttool did not foresee it: its read-back refused what it had written.
+OWN_FAULT = "an error that asks to be reported"
 #: Statuses that must never be.
 FAILURES = (
     "other numbers than its reader", "converted to other numbers", "executed or touched something", "unexpected exception",
-    "hang", "died", "source changed", "something left behind", "a file left open",
+    "hang", "died", "source changed", "something left behind", "a file left open", OWN_FAULT,
 )  # fmt: skip
 
 
@@ -168,6 +170,7 @@ class Bench:
         self.base = {n: oracle.ours(SEEDS[n].path(folder), **SEEDS[n].arguments(folder)) for n, folder in seeds.items()}
         self.sandbox = Sandbox(work)
         self.phase = ""
+        self.own_faults: list[str] = []
 
     def mutant(self, name: str, number: int) -> dict[str, Any]:
         """{"id", "said", "status", "detail", ...}: what came of one mutant."""
@@ -180,6 +183,7 @@ class Bench:
         out: dict[str, Any] = {"id": f"fuzz:{name}:{number}", "said": said}
         before, files = _state(source), _descriptors()
         self.sandbox.seen.clear()
+        self.own_faults.clear()
         try:
             out["status"], out["detail"] = self._judged(name, rng, source, out)
         except Exception as e:
@@ -204,14 +208,21 @@ class Bench:
             out["status"], out["detail"] = "something left behind", f"{self.phase}: {left}, {out['detail']:.300}"
         elif _descriptors() > files and (gc.collect(), _descriptors())[1] > files and out["status"] not in FAILURES:
             out["status"], out["detail"] = "a file left open", self.phase
+        elif self.own_faults and out["status"] not in FAILURES:
+            out["status"], out["detail"] = OWN_FAULT, "; ".join(self.own_faults)
         return out
 
     def _do(self, phase: str, act: Any) -> Any:
-        """`act` by ckpttool, watched and timed."""
+        """`act` by ckpttool, watched and timed; an error that asks to be reported is written down, since it is no refusal."""
         self.phase = phase
         signal.alarm(SECONDS)
         with self.sandbox.watch("ckpttool"):
-            done = act()
+            try:
+                done = act()
+            except CkpttoolError as e:
+                if "please report this" in str(e):
+                    self.own_faults.append(f"{phase}: {e!s:.300}")
+                raise
         signal.alarm(0)
         return done
 
