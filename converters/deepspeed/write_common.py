@@ -598,10 +598,13 @@ class SavePlan:
         return out
 
     def _are_ranks_of_job(self, each: dict[Any, Any], world: int) -> bool:
-        """Return whether the keys of `each`, the state `per_rank`, are the ranks of a job of exactly `world` ranks.
+        """Return whether the keys of `each`, the state `per_rank`, are the ranks of a job of exactly `world` ranks, and
+        no rank has a key of its own that the engine writes into every file.
 
         `world` must be the source's world size, or the highest of the keys plus one.
         """
+        if any(key in OWN or key == "ds_config" for own in each.values() if isinstance(own, dict) for key in own):
+            return False
         ranks = [int(k) if is_number_text(str(k)) else -1 for k in each]
         return bool(ranks) and min(ranks) >= 0 and max(ranks) < world and world in (self.source_world, max(ranks) + 1)
 

@@ -31,6 +31,7 @@ from ckpttool.index.names import step_count
 from ckpttool.index.optimizers import find_optimizers
 from ckpttool.index.trees import nest
 from ckpttool.layouts import WriteOptions
+from ckpttool.printable import count_noun
 from ckpttool.storage.source import Source
 
 from ..dcp import write_dcp as _dcp_write
@@ -170,6 +171,14 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     out.synthesized_tensors += copies
     out.synthesized_values |= made
     out.checkpoint.values, out.changed = _predict_values(ckpt, common, out.dropped)
+    # a parameter without a step gets that of its group
+    found = {n: v.data for n, v in out.checkpoint.values.items() if v.is_optimizer_state and n not in ckpt.values}
+    out.synthesized_values |= found
+    if found:
+        out.notes.append(
+            f"{count_noun(len(found), 'value')} of the optimizer that the source does not have, such as "
+            f"{next(iter(found))}: Megatron-Core keeps a step for a whole group"
+        )
     if not any(n.startswith(("model.decoder.", "model.embedding.", "model.encoder.")) for n in ckpt.tensors):
         out.notes.append(
             "the weights keep their names, and none is one of Megatron-Core's (decoder.layers.0...): its modules will "

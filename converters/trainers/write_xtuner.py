@@ -56,7 +56,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     epoch = ckpt.value("trainer.epoch")
     counters = {
         "cur_step": count_steps(ckpt, source),
-        "cur_epoch": int(epoch) if isinstance(epoch, (int, float)) else 0,
+        "cur_epoch": int(epoch) if isinstance(epoch, (int, float)) and 0 <= epoch < 1 << 53 else 0,
         "total_consumed_tokens": 0,
         "train_time_offset": 0.0,
     }

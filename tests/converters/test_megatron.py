@@ -500,6 +500,15 @@ def test_a_group_of_a_fused_adam_that_counts_in_the_state_has_the_step_of_its_pa
     assert against is not None and against["verdict"] == "equal"
 
 
+def test_a_parameter_without_a_step_gets_that_of_its_group_and_it_is_listed(tmp_path: Path) -> None:
+    group = {"lr": 0.5, "weight_decay": 0.0, "betas": (0.9, 0.99), "eps": 1e-8, "params": [FC2, NORM]}
+    state = torch.load(other_trainer(tmp_path / "a.pt", [group]))
+    del state["optim"]["state"][NORM]["step"]
+    torch.save(state, tmp_path / "b.pt")
+    done = ckpttool.convert(tmp_path / "b.pt", tmp_path / "out", to="megatron", world_size=2, drop=True)
+    assert f"optim.state.{NORM}.step" in done.added and any(f"optim.state.{NORM}.step" in n for n in done.notes)
+
+
 @pytest.mark.parametrize(
     ("groups", "steps", "why"),
     [

@@ -169,6 +169,13 @@ def test_a_state_of_another_program_is_written_for_xtuner_with_what_it_lacks(tmp
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"weights", "train_state.json", "ckpttool.json"}
 
 
+def test_an_epoch_that_is_no_number_becomes_0_for_xtuner(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(3)}, "epoch": float("nan"), "step": 2}, tmp_path / "in.pt")
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="xtuner", world_size=2, drop=True)
+    state = json.loads((tmp_path / "out" / "train_state.json").read_text())
+    assert (state["cur_epoch"], state["cur_step"]) == (0, 2)
+
+
 def test_an_unfinished_save_of_xtuner_is_said_to_be_one(tmp_path: Path) -> None:
     source = xtuner(tmp_path / "epoch-0-step-3")
     (source / "train_state.json").unlink()

@@ -439,6 +439,15 @@ def test_a_key_that_one_rank_has_alone_is_kept_under_its_number(tmp_path: Path) 
     assert "mine" not in tree
 
 
+@pytest.mark.parametrize("key", ["optimizer", "ds_config"])
+def test_what_a_rank_calls_as_the_engine_calls_its_own_is_kept_beside_it(key: str, tmp_path: Path) -> None:
+    tree, _ = read(zero3(plain(), tmp_path / "in", 2))
+    tree["per_rank"] = {"0": {"seed": 1}, "1": {"seed": 2, key: {"lr": "odd"}}}
+    torch.save(tree, tmp_path / "in.pt")
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="zero3", world_size=2)
+    assert read(tmp_path / "out")[0]["per_rank"] == tree["per_rank"]
+
+
 def test_equal_buffers_of_legacy_files_are_not_said_to_differ(tmp_path: Path) -> None:
     folder = zero3(awkward(), tmp_path / "in", 2, _use_new_zipfile_serialization=False)
     assert not [n for n in read(folder)[1].notes if "differ" in n]
