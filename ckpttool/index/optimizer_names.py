@@ -220,7 +220,10 @@ def _group_by_options(flat: Mapping[str, Mapping[Path, object]]) -> dict[int, di
     out: list[tuple[Mapping[Path, object], list[str]]] = []
     for fqn, options in flat.items():
         for known, members in out:
-            if known == options:
+            # each NaN of a file is an object of its own, and equals no other
+            if known.keys() == options.keys() and all(
+                x == known[k] or (x != x and known[k] != known[k]) for k, x in options.items()
+            ):
                 members.append(fqn)
                 break
         else:

@@ -714,6 +714,16 @@ def test_a_weight_that_has_the_name_of_a_component_is_refused_for_torchtitan(nam
     assert not (tmp_path / "out").exists()
 
 
+def test_a_learning_rate_of_nan_divides_no_group_for_torchtitan(tmp_path: Path) -> None:
+    weights = {"a.weight": torch.randn(3), "b.weight": torch.randn(2, 3)}
+    state = {"state": {n: {"exp_avg": w, "step": torch.tensor(1.0)} for n, w in weights.items()}}
+    groups = [{"params": list(weights), "lr": float("nan")}]
+    torch.save({"model": weights, "optim": state | {"param_groups": groups}}, tmp_path / "in.pt")
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="torchtitan", world_size=2)
+    with ckpttool.open(tmp_path / "out") as opened:
+        assert opened.checkpoint.value("optim.param_groups.0.params") == list(weights)
+
+
 def test_for_chooses_the_layout(tmp_path: Path) -> None:
     source = folder("accelerate_fsdp2_full")
     for trainer, (layout, program) in list_resuming_programs().items():
