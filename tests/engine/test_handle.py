@@ -88,6 +88,7 @@ def test_every_tensor_of_every_layout_is_that_of_the_job(label: str) -> None:
         assert got.dtype == t.dtype and bits(got) == bits(t), name
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_an_index_is_what_numpy_makes_of_it(data: st.DataObject) -> None:

@@ -143,6 +143,7 @@ def test_a_name_that_a_map_cannot_hold_is_undecided_and_makes_no_line(name: str)
     assert found.left_a == {name: "a map cannot hold such a name"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "inside", "known"),
     [("titan-llama3", "ckpt", "torchtitan-llama3"), ("tune-qwen2", "epoch_0", "torchtune-qwen2")],

@@ -402,6 +402,7 @@ def test_kernels_of_a_gpu_are_those_of_the_recorded_job() -> None:
         use_numerics(False, {"tf32": False, "bf16_reduced_precision": True})
 
 
+@pytest.mark.slow
 def test_tf32_that_was_set_by_torch_s_newer_names_is_read_and_overruled() -> None:
     """transformers does so for `tf32=True`; torch then raises RuntimeError where `allow_tf32` is read."""
     code = """if True:
