@@ -214,16 +214,18 @@ def _as_parameter_number(x: object) -> Any:
     return int(x) if isinstance(x, str) and is_number_text(x) else x
 
 
+def _are_options_equal(a: Mapping[Path, object], b: Mapping[Path, object]) -> bool:
+    """Return whether two parameters have equal options. NaN equals NaN here: a file holds one for each parameter."""
+    return a.keys() == b.keys() and all(x == b[k] or (x != x and b[k] != b[k]) for k, x in a.items())
+
+
 def _group_by_options(flat: Mapping[str, Mapping[Path, object]]) -> dict[int, dict[Path, object]]:
     """Make param groups, {number: {path of an option: leaf}}, of {parameter: its options}: parameters with equal
     options were, or could have been, in one group. They are listed under ("params",)."""
     out: list[tuple[Mapping[Path, object], list[str]]] = []
     for fqn, options in flat.items():
         for known, members in out:
-            # each NaN of a file is an object of its own, and equals no other
-            if known.keys() == options.keys() and all(
-                x == known[k] or (x != x and known[k] != known[k]) for k, x in options.items()
-            ):
+            if _are_options_equal(known, options):
                 members.append(fqn)
                 break
         else:

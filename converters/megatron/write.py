@@ -171,14 +171,7 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
     out.synthesized_tensors += copies
     out.synthesized_values |= made
     out.checkpoint.values, out.changed = _predict_values(ckpt, common, out.dropped)
-    # a parameter without a step gets that of its group
-    found = {n: v.data for n, v in out.checkpoint.values.items() if v.is_optimizer_state and n not in ckpt.values}
-    out.synthesized_values |= found
-    if found:
-        out.notes.append(
-            f"{count_noun(len(found), 'value')} of the optimizer that the source does not have, such as "
-            f"{next(iter(found))}: Megatron-Core keeps a step for a whole group"
-        )
+    _declare_added_steps(out, ckpt)
     if not any(n.startswith(("model.decoder.", "model.embedding.", "model.encoder.")) for n in ckpt.tensors):
         out.notes.append(
             "the weights keep their names, and none is one of Megatron-Core's (decoder.layers.0...): its modules will "
@@ -215,6 +208,18 @@ def _predict_values(
     before = {n: v for n, v in ckpt.values.items() if v.path[0] == "optim" and n not in gone}
     rest = {n: v for n, v in ckpt.values.items() if v.path[0] != "optim"}
     return {**rest, **read}, list_changed_values(before, read, "in the param groups that Megatron-Core makes")
+
+
+def _declare_added_steps(out: Draft, ckpt: Checkpoint) -> None:
+    """List the steps that the source `ckpt` does not have in the draft `out`, with a note: Megatron-Core keeps one step
+    for each param group, which a reader gives to all parameters of the group."""
+    added = {n: v.data for n, v in out.checkpoint.values.items() if v.slot == "step" and n not in ckpt.values}
+    out.synthesized_values |= added
+    if added:
+        out.notes.append(
+            f"{count_noun(len(added), 'parameter')} without a step got that of the param group, first "
+            f"{next(iter(added))}: Megatron-Core keeps one step for each group"
+        )
 
 
 def _has_muon(ckpt: Checkpoint) -> bool:

@@ -902,7 +902,8 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
 
     Raises:
         UsageError: no world size was given and the source has none.
-        Unsupported: there are several optimizers, or an option of a param group is a tensor.
+        Unsupported: there are several optimizers, an option of a param group is a tensor, or a weight has the name of
+            another key at the root.
     """
     refuse_unfit_optimizer(ckpt, "torchtitan", by_parameter=True)
     if shared := next((n for n, t in ckpt.tensors.items() if t.path[:2] == ("optim", "param_groups")), None):
@@ -923,8 +924,9 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
     ckpt, lost = _without_entries(ckpt, dropped, "torchtitan has entries with names there, which it asks for")
     ckpt, plain = _without_plain_model_values(ckpt)
     ckpt, added, of_groups = add_missing_options(ckpt)
-    optim = {p: leaf for p, leaf in _to_titan_tree(ckpt.leaves()).items() if p[0] == "optimizer" or len(p) == 1}
-    read = canonical(optim, shape_of, None, None).leaves
+    # what a reader will make of the weights at the root and of the optimizer
+    tree = {p: leaf for p, leaf in _to_titan_tree(ckpt.leaves()).items() if p[0] == "optimizer" or len(p) == 1}
+    read = canonical(tree, shape_of, None, None).leaves
     misread = (n for n, t in ckpt.tensors.items() if len(t.path) == 2 and t.component == "model" and t.path not in read)
     if name := next(misread, None):
         raise Unsupported(
@@ -942,8 +944,8 @@ def write_titan(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draf
     # each parameter has the options of its group, and a reader makes groups of those with equal ones
     groups = {n: v for n, v in ckpt.values.items() if v.path[:2] == ("optim", "param_groups")}
     found = {joined(p): Value(p, x) for p, x in read.items()}
-    own = ckpt.values
-    rejoined = {n: v for n, v in found.items() if v.is_optimizer_state and n in own and v.path != own[n].path}
+    states = {n: v for n, v in ckpt.values.items() if v.is_optimizer_state and n in found}
+    rejoined = {n: found[n] for n, v in states.items() if found[n].path != v.path}
     draft.checkpoint.values |= rejoined
     draft.changed |= dict.fromkeys(rejoined, "torchtitan joins the keys inside a slot to one name")
     after = {n: v for n, v in found.items() if v.is_param_group} if groups else {}
