@@ -158,8 +158,8 @@ SAMPLED = (
 JOBS = (
     "attacks/test_mixups.py::test_model_files_of_nanotron_that_were_exchanged",
     "converters/test_hf.py::test_from_pretrained_misses_nothing_and_has_the_weights_of_the_live_job_whatever_lies_beside_them",
-    "engine/test_workers.py::test_a_disk_that_fills_up_under_workers_keeps_what_is_filled",
     "converters/test_megatron.py::test_halves_of_megatron_fsdp_are_one_tensor_again",
+    "engine/test_workers.py::test_a_disk_that_fills_up_under_workers_keeps_what_is_filled",
     "live/test_muon.py::test_every_tensor_of_the_ranks_and_the_groups_of_both_optimizers_are_there",
     "live/test_reader.py::test_a_live_job_filled_from_every_layout_holds_the_truth_and_trains_on",
     "packaging/test_install.py::test_what_needs_an_extra_says_so_and_writes_nothing",
@@ -221,12 +221,13 @@ def leave_out(ids: Iterable[str]) -> set[str]:
     alike = [] if EVERY else [name for name in ids if name.removeprefix("tests/") in ALIKE]
     LEFT_OUT["tests like another"] = (len(alike), len(ALIKE))
     out: set[str] = set(alike)
+    one_in = dict.fromkeys(SAMPLED, 8) | dict.fromkeys(JOBS, 4)
     for name in ids:
         test = name.removeprefix("tests/").partition("[")[0]
-        if test in SAMPLED or test in JOBS:
+        if test in one_in:
             rows_of[test].append(name)
     for test, rows in rows_of.items():
-        count = max(1, round(len(rows) / (4 if test in JOBS else 8)))
+        count = max(1, round(len(rows) / one_in[test]))
         kept = sorted(rows, key=lambda row: crc32(row.encode()))[:count]
         left = [] if EVERY else [row for row in rows if row not in kept]
         out.update(left)

@@ -440,7 +440,7 @@ def test_a_key_that_one_rank_has_alone_is_kept_under_its_number(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("key", ["optimizer", "ds_config"])
-def test_what_a_rank_calls_as_the_engine_calls_its_own_is_kept_beside_it(key: str, tmp_path: Path) -> None:
+def test_a_rank_s_own_key_with_a_name_of_the_engine_s_is_kept(key: str, tmp_path: Path) -> None:
     tree, _ = read(zero3(plain(), tmp_path / "in", 2))
     tree["per_rank"] = {"0": {"seed": 1}, "1": {"seed": 2, key: {"lr": "odd"}}}
     torch.save(tree, tmp_path / "in.pt")
