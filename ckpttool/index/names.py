@@ -555,12 +555,11 @@ def _build_trainer_tree(leaves: Mapping[Path, Any], origin: Mapping[Path, Path])
         kind = path[:2]
         if path[0] not in ("model", "optim"):
             put((*outer, *original_path(path, origin)), leaf)
-        elif kind == ("optim", "state") and len(path) > 3:
+        elif kind == ("optim", "state") and len(path) > 3 and states[-1] == FLAT_STATE:
+            put((*states[:-1], f"{FLAT_STATE}{called(path[2])}.{joined(path[3:])}"), leaf)
+        elif kind == ("optim", "state") and len(path) > 2:
             name = called(path[2])
-            if states[-1] == FLAT_STATE:
-                put((*states[:-1], f"{FLAT_STATE}{name}.{joined(path[3:])}"), leaf)
-            else:
-                put((*states, Number(name) if isinstance(name, int) else name, *path[3:]), leaf)
+            put((*states, Number(name) if isinstance(name, int) else name, *path[3:]), leaf)
         elif kind == ("optim", "param_groups") and len(path) > 3 and flat:
             members = leaves.get((*path[:3], "params"), ())
             if shape_of(leaf) is not None and len(members) != 1:

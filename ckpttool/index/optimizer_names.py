@@ -176,9 +176,13 @@ def name_optimizer_leaves(
         _name_numbered_parameters(found.state, found.groups, model, notes) if numbered else found.find_fqns(model.clean)
     )
     origin.update((("optim", "params", fqn), (name,)) for name, fqn in fqns.items() if fqn != name)
-    out = found.others
+    out: Leaves = {}
+    for p, leaf in found.others.items():
+        # a parameter without slots has a value: {}, or a dict whose keys are no names
+        owner = _find_owner(p[2], fqns, numbered) if p[:2] == ("optim", "state") and len(p) == 3 else None
+        out[p if owner is None else (*p[:2], owner)] = leaf
     for (key, slot), leaf in found.state.items():
-        owner = fqns.get(_as_parameter_number(key) if numbered else str(key))
+        owner = _find_owner(key, fqns, numbered)
         if owner is None:
             raise Corrupt(
                 f"optim.state has an entry for parameter {key}, which no param group lists; the optimizer would not "
@@ -192,6 +196,17 @@ def name_optimizer_leaves(
                 leaf = [fqns.get(_as_parameter_number(x) if numbered else x, x) for x in _list_group_params(g)]
             out["optim", "param_groups", i, *k] = leaf
     return out
+
+
+def _find_owner(key: object, fqns: Mapping[Any, str], numbered: bool) -> str | None:
+    """Return the FQN of the parameter that a key of the state belongs to, None for none.
+
+    Args:
+        key: a name, a number, or text of digits.
+        fqns: {name, or number if the optimizer is `numbered`: FQN}.
+        numbered: whether it identifies parameters by numbers.
+    """
+    return fqns.get(_as_parameter_number(key) if numbered else str(key))
 
 
 def _list_group_params(group: Mapping[Path, object]) -> list[Any]:

@@ -189,8 +189,11 @@ class _Reading:
             return merge_other_state(self.files, {name: [r._replace(tree={name: r.tree}) for r in ranks]}, taken)
         by_text = [{self._find_metadata_key(item, p): (p, x) for p, x in leaves.items()} for leaves in flat]
         out: dict[Path, object] = {}
-        lacking: dict[tuple[str, ...], str] = {}
+        lacking: list[str] = []
+        above = {key[:i] for leaves in by_text for key in leaves for i in range(len(key))}
         for key in dict.fromkeys([*(k for leaves in by_text for k in leaves), *item.tensors]):
+            if key in above:  # an empty dict that is a full one on another rank
+                continue
             column = [(r, *leaves[key]) for r, leaves in zip(ranks, by_text, strict=True) if key in leaves]
             path: Path = (name, *(column[0][1] if column and not in_one else key))
             if key in item.tensors:
@@ -207,11 +210,9 @@ class _Reading:
                 state = ROLES.get(name) in ("model", "optim")
                 out |= self._merge_values(path, [(r, x) for r, _, x in column], column[0][0] if state else ranks[0])
                 if len(column) < len(ranks) and path in out and (not state or "param_groups" in path):
-                    lacking[key] = joined(path)
-        if lacking:  # but for an empty dict that is a full one on another rank
-            above = {key[:i] for leaves in by_text for key in leaves for i in range(len(key))}
-            if names := [name for key, name in lacking.items() if key not in above]:
-                self.files.notes.append(describe_lacking_entries(names))
+                    lacking.append(joined(path))
+        if lacking:
+            self.files.notes.append(describe_lacking_entries(lacking))
         return out
 
     def _refuse_tensor_subclasses(self, item: str, ranks: list[Rank], flat: list[Leaves]) -> None:

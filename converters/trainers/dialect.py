@@ -334,7 +334,7 @@ def _read_checkpoint_part(source: Source, part: DirectoryPart, options: ReadOpti
     else:
         found = layouts.find(part.layout).read(where, mine)
     whole.config = whole.config or found.config
-    if part.component == "model" and not part.whole and where.file is not None:
+    if part.component == "model" and not part.whole:
         found = _with_root_tensors_as_weights(found)
     stray = [n for n in [*found.tensors, *found.values] if found.component(n) != part.component]
     if part.component == "optim" and stray and len(stray) == len(found.tensors) + len(found.values):
@@ -379,14 +379,22 @@ def _collect_weights(whole: Checkpoint, part: DirectoryPart) -> dict[str, Tensor
 
 
 def _with_root_tensors_as_weights(ckpt: Checkpoint) -> Checkpoint:
-    """Return the index of a model's state dict with every tensor at its root as a weight. A buffer `step`, as
-    ema_pytorch's EMA has, would otherwise be read as a counter of a trainer."""
-    tensors = {}
+    """Return the index of a model's state dict with every tensor at its root as a weight, unless weights are below a
+    key there.
+
+    A buffer `step`, as ema_pytorch's EMA has, would otherwise be read as a counter of a trainer.
+    """
+    places = {n: original_path(t.path, ckpt.origin) for n, t in ckpt.tensors.items()}
+    if any(t.path[0] == "model" and len(places[n]) > 1 and places[n][0] in ROLES for n, t in ckpt.tensors.items()):
+        return ckpt
+    tensors, origin = {}, dict(ckpt.origin)
     for n, t in ckpt.tensors.items():
-        if t.path[0] != "model" and len(at := original_path(t.path, ckpt.origin)) == 1:
-            n, t = joined(("model", *at)), replace(t, path=("model", *at))
+        if t.path[0] != "model" and len(places[n]) == 1:
+            path = ("model", *places[n])
+            origin[path] = places[n]
+            n, t = joined(path), replace(t, path=path)
         tensors[n] = t
-    return replace(ckpt, tensors=tensors)
+    return replace(ckpt, tensors=tensors, origin=origin)
 
 
 def _refuse_stray_weights(what: str, paths: Iterable[Path], whole: Checkpoint) -> None:

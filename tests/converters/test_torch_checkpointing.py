@@ -106,6 +106,14 @@ def test_to_hf_has_the_weights(case: str, tmp_path: Path) -> None:
     assert difference(found, truth) == []
 
 
+def test_a_rank_without_any_tensor_of_the_model_adds_no_entry(tmp_path: Path) -> None:
+    torch.save({"model": {"codes": torch.get_rng_state()}}, tmp_path / "in.pt")
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="torch_checkpointing", world_size=3)
+    held = [torch.load(tmp_path / "out" / f"model_{rank}.pt") for rank in range(3)]
+    assert [list(x) for x in held] == [["codes"], [], []]
+    assert ckpttool.digest(tmp_path / "out") == ckpttool.digest(tmp_path / "in.pt")
+
+
 def test_values_are_once_and_rng_is_of_every_rank(tmp_path: Path) -> None:
     source = JOBS / "safetensors" / "ckpt"
     ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=2, canonical_keys=True)

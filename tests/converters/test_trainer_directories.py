@@ -962,6 +962,18 @@ def test_a_buffer_named_as_a_counter_is_the_model_s(tmp_path: Path) -> None:
     assert back.keys() == weights.keys() and all(torch.equal(back[n], weights[n]) for n in weights)
 
 
+@pytest.mark.parametrize("name", ["model", "optimizer", "scaler", "step", "trainer"])
+def test_a_weight_that_has_the_name_of_a_component_is_written_for_llamafactory(name: str, tmp_path: Path) -> None:
+    """The folder model/ of LLaMA-Factory has weights at the root of its state dict, and nothing else."""
+    weights = {name: torch.randn(3), "fc.weight": torch.randn(2, 3)}
+    torch.save({"model": weights}, tmp_path / "in.pt")
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="llamafactory", world_size=2)
+    read = load_dcp(tmp_path / "out" / "model")
+    assert read.keys() == weights.keys()
+    assert all(torch.equal(read[n], w) for n, w in weights.items())
+    assert ckpttool.digest(tmp_path / "out") == ckpttool.digest(tmp_path / "in.pt")
+
+
 @pytest.mark.parametrize("to", ["accelerate", "trainer", "lightning", "verl", "llamafactory", "xtuner"])
 @pytest.mark.parametrize("counts_in", ["last_epoch", "num_steps"])
 def test_a_schedule_that_no_scheduler_of_torch_would_go_on_with_is_said(

@@ -19,6 +19,7 @@ from ckpttool.index.fqns import strip_wrappers
 from ckpttool.index.names import COMPONENTS, KEEPS_NUMBERS, canonical, original_path, restore_trainer_tree
 from ckpttool.index.optimizer_names import assign_names
 from ckpttool.index.trees import check_no_leaf_inside_leaf, nest
+from ckpttool.layouts import list_resuming_programs
 
 
 class T:
@@ -185,6 +186,7 @@ def test_counters_schedulers_and_the_rest_have_their_places() -> None:
 
 
 def test_trainers_are_recognised() -> None:
+    list_resuming_programs()  # loads the layouts, which know the trees of trainers
     titan = canonical(leaves({**MODEL, "optimizer": BY_NAME, "train_state": {"step": 1}}), shape_of)
     assert titan.trainer == "torchtitan"
     lightning = canonical(leaves({"state_dict": MODEL, "loops": {"a": 1}, "callbacks": {"b": 1}}), shape_of)
@@ -381,6 +383,7 @@ WRITTEN: dict[str, Any] = {
         "optim": {k.replace(".fc.", "._orig_mod.fc.", 1): v for k, v in FLATTENED.items()},
     },
     "compile, of the model alone": {"model": prefixed("_orig_mod.", BY_NAME)["model"], "optim": BY_NAME},
+    "integer ids, one value as state": {"model": MODEL, "optim": {**NUMBERED, "state": {0: ADAM, 1: [1, 2]}}},
     "nested modules": {"model": {"fc": {"weight": W, "bias": B}}, "optim": BY_NAME},
     "a second model": {"model": MODEL, "ema": MODEL, "state_dict": {"a": W}, "model_ema": {"b": 1}},
     "keys that mean the same": {"model": MODEL, "rng": {"a": 1}, "rng_state": {"b": 1}, "step": 3, "trainer": {"step": 4}},
@@ -596,6 +599,11 @@ def test_the_state_of_an_optimizer_that_numbers_parameters_has_numbers_again() -
     assert nest(by_text) == {"a": {"state": {0: {"step": 1}, 2: {"step": 2}}, "param_groups": groups}}
     named = [{"params": ["0", "2"]}]
     assert nest({**by_text, ("a", "param_groups"): named})["a"]["state"].keys() == {"0", "2"}
+
+
+def test_a_parameter_whose_state_is_one_value_has_its_name() -> None:
+    found = names({"model": MODEL, "optim": {**BY_NUMBER, "state": {"0": ADAM, "1": [1, 2]}}})
+    assert found["optim.state.fc.bias"] == [1, 2] and "optim.state.1" not in found
 
 
 def test_a_path_inside_a_leaf_is_an_error() -> None:
