@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import ckpttool
 from ckpttool import layouts
 from ckpttool.errors import Unsupported
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+pytestmark = pytest.mark.slow  # its functions import peft, which takes three seconds
 
 MAP = """sides mine | theirs
 tok.weight = embed.weight
@@ -57,6 +61,8 @@ class Net(nn.Module):
 
 def job(names: tuple[str, ...], dora: bool) -> tuple[PeftModel, torch.optim.AdamW]:
     """A PEFT model with two param groups."""
+    from peft import LoraConfig, get_peft_model
+
     config = LoraConfig(
         r=2, target_modules=[names[2], names[3]], modules_to_save=[names[5]], init_lora_weights=False, use_dora=dora
     )
@@ -116,6 +122,8 @@ def test_what_an_adapter_cannot_follow_is_refused_by_name(tmp_path: Path, line: 
 
 
 def test_an_adapter_alone_follows_and_its_config_is_not_taken_for_that_of_the_new_names(tmp_path: Path) -> None:
+    from peft import PeftModel
+
     model, _ = saved(tmp_path)
     model.save_pretrained(tmp_path / "peft")
     ckpttool.convert(tmp_path / "peft", tmp_path / "b.pt", map=tmp_path / "a.map")

@@ -368,6 +368,7 @@ def test_a_delta_is_no_checkpoint(own: list[Path], tmp_path: Path) -> None:
         assert done.returncode == 3 and "is a delta of ckpttool, and not a checkpoint" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_optimizer_and_its_values_are_in_a_delta_that_was_asked_for_them(tmp_path: Path) -> None:
     run = FIXTURES / "fsdp2_w3" / "ckpt"
     with ckpttool.open(run) as opened:

@@ -215,6 +215,7 @@ def changed_model(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "a.pt", tmp_path / "b.pt"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [None, 2])
 def test_relative_norms_and_the_summary_of_a_component_are_those_of_numpy(workers: int | None, tmp_path: Path) -> None:
     a, b = changed_model(tmp_path)

@@ -87,6 +87,7 @@ def test_elements_that_do_not_round_are_counted_and_the_first_is_named(
     assert "2 of 4 fp32 masters" in one.text
 
 
+@pytest.mark.slow
 def test_a_save_that_megatron_core_itself_gets_wrong_is_found(tmp_path: Path) -> None:
     with tarfile.open(FIXTURES / "megatron" / "wrong" / "buckets.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
@@ -186,6 +187,7 @@ def test_a_conversion_looks_at_a_sample_and_verify_at_all(shape: tuple[int, ...]
             ckpttool.convert(path, tmp_path / "out.pt")
 
 
+@pytest.mark.slow
 def test_verify_reads_what_the_sample_does_not(tmp_path: Path) -> None:
     torch.manual_seed(0)
     master, path = torch.randn(1000, 500), tmp_path / "a.pt"

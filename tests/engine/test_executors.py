@@ -114,6 +114,7 @@ def test_another_worker_is_asked_when_the_first_does_not_answer(monkeypatch: pyt
             assert deaf.asked == 2 and workers.count == 2
 
 
+@pytest.mark.slow
 def test_an_engine_that_does_not_answer_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clusters, "WAIT", 0.2)
     with ThreadPoolExecutor(1) as mine:

@@ -384,6 +384,7 @@ def test_no_copy_is_not_possible(zoos: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------------------------------------- open and closed
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_nobody_closes_is_closed_with_a_warning() -> None:
     with ckpttool.open(FIXTURES / "fsdp2_w3" / "ckpt") as opened:
         name = next(iter(opened))

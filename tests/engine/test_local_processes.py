@@ -123,6 +123,7 @@ def test_what_a_worker_prints_does_not_disturb(either: LocalProcesses) -> None:
     assert [either.submit(functions.noise, str(i)).result() for i in range(20)] == [str(i) for i in range(20)]
 
 
+@pytest.mark.slow
 def test_garbage_in_the_socket_is_the_death_of_that_worker(either: LocalProcesses) -> None:
     other = either.submit(functions.sleep, "0.5")
     with pytest.raises(WorkerDied, match=r"exited with code 0 after it sent b'garbageg.* instead of a message"):
@@ -150,6 +151,7 @@ def test_copies_have_what_the_template_prepared(local: LocalProcesses, tmp_path:
     assert os.getpid() not in {int(parent) for _, parent, _ in found}
 
 
+@pytest.mark.slow
 def test_what_is_prepared_again_takes_the_place_of_what_was_and_nothing_is_left(
     local: LocalProcesses, tmp_path: Path
 ) -> None:
@@ -229,6 +231,7 @@ def test_cancelling_kills_within_a_second_and_no_process_is_left(tmp_path: Path)
         executor.submit(functions.pid, "")
 
 
+@pytest.mark.slow
 def test_shutdown_without_cancelling_waits_for_the_work() -> None:
     executor = LocalProcesses(2)
     futures = [executor.submit(functions.sleep, "0.2") for _ in range(4)]

@@ -408,6 +408,7 @@ def test_numbers_behind_a_size_of_the_config(tmp_path: Path) -> None:
     assert set(torch.load(tmp_path / "o.pt")["model"]) == {"all.0.w"}
 
 
+@pytest.mark.slow
 def test_workers_get_the_text_of_a_map_file(tmp_path: Path) -> None:
     src, name_map = written(tmp_path, state(fused(4)))
     for out, workers in (("one", "1"), ("two", "2")):

@@ -305,6 +305,7 @@ def test_a_page_of_100_000_tensors_opens_in_two_seconds_and_draws_few_elements(
     assert chromium.console() == []
 
 
+@pytest.mark.slow
 def test_results_have_a_short_repr_and_one_drawing(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors")
     results = [

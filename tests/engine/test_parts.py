@@ -197,6 +197,7 @@ def test_the_cut_covers_every_tensor_once_and_depends_on_the_draft_alone() -> No
         assert parts.cut_draft(planned.draft) == first
 
 
+@pytest.mark.slow
 def test_what_fails_is_done_again_and_three_failures_end_the_run(tmp_path: Path) -> None:
     convert(FSDP2, tmp_path / "one", "hf")
 
@@ -249,6 +250,7 @@ def test_when_the_coordinator_dies_any_run_goes_on(to: str, tmp_path: Path) -> N
         assert sorted(p.name for p in tmp_path.iterdir()) == ["one"], "nothing is left beside the destination"
 
 
+@pytest.mark.slow
 def test_workers_go_on_where_one_process_was_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     convert(FSDP2, tmp_path / "one", "dcp")
     monkeypatch.setattr(fill, "_JOURNAL_BYTES", 1)
@@ -269,6 +271,7 @@ def test_workers_go_on_where_one_process_was_interrupted(tmp_path: Path, monkeyp
     assert there[0] and not there[-1]
 
 
+@pytest.mark.slow
 def test_a_worker_that_wakes_after_the_commit_writes_nothing(tmp_path: Path) -> None:
     for to in ("hf", "full"):
         out = tmp_path / f"out{SUFFIX.get(to, '')}"
@@ -459,6 +462,7 @@ def test_relative_paths_mean_the_same_to_workers_in_another_folder(
     assert workers.fills and (tmp_path / "out" / "adapter_config.json").exists()
 
 
+@pytest.mark.slow
 def test_a_config_that_was_corrected_after_an_interrupted_run_begins_anew(tmp_path: Path) -> None:
     """It says which rows of a fused tensor are whose; shapes, names and files are the same either way."""
     source, name_map = FIXTURES / "maps" / "titan-llama3" / "ckpt", "torchtitan-llama3"

@@ -87,6 +87,7 @@ def test_names_of_hundreds_of_letters_are_counted(tmp_path: Path) -> None:
         assert all(f["bytes"] >= written[f["name"]] for f in found.files)
 
 
+@pytest.mark.slow
 def test_apply_runs_what_was_reviewed_with_all_its_options(desk: Path) -> None:
     plan = planned(desk, "--to", "full", "--dtype", "bf16", "--cast", "model.lm_head.*=fp32", "--only", "model,optim")
     assert plan["options"] == {
@@ -122,6 +123,7 @@ def test_plans_of_two_options_differ_in_the_lines_that_differ(desk: Path) -> Non
     assert len(tensors) == 1 and len(odd) < 20 and not any("model." in line for line in odd)
 
 
+@pytest.mark.slow
 def test_the_id_of_a_plan_is_that_of_the_journal(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that apply continues what convert began, and convert what apply began."""
     saved = planned(desk, "--to", "dcp", "-n", "2")["id"]
@@ -267,6 +269,7 @@ def test_what_is_no_plan_is_refused(data: bytes, kind: type[CkpttoolError], tmp_
     assert ckpttool_here("apply", tmp_path).returncode == 2
 
 
+@pytest.mark.slow
 def test_a_plan_is_written_over_nothing_but_a_plan(desk: Path) -> None:
     planned(desk, "--to", "dcp", "-n", "2")
     planned(desk, "--to", "dcp", "-n", "3")  # an earlier plan

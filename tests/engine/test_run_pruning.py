@@ -55,6 +55,7 @@ def age(at: Path, days: float) -> None:
 # -------------------------------------------------------------------------------------------------------------- policies
 
 
+@pytest.mark.slow
 def test_policies_keep_and_the_rest_goes_only_with_yes(tmp_path: Path) -> None:
     make(tmp_path, *range(100, 1100, 100), 950)
     (tmp_path / "log.txt").write_text("x")
@@ -160,6 +161,7 @@ def test_the_best_step_stays(
     assert any("the smallest" in why or "the largest" in why for reasons in done.kept.values() for why in reasons)
 
 
+@pytest.mark.slow
 def test_the_best_step_of_a_log_of_the_run(tmp_path: Path) -> None:
     make(tmp_path, 100, 200, 300, 400)
     log = [{"step": n, "train/loss": n / 100} for n in range(50, 450, 50)] + [
@@ -458,6 +460,7 @@ def test_killed_at_any_call_it_leaves_each_step_whole_or_gone() -> None:
     assert prunes.torture(9, first=1000, finders=False) == []
 
 
+@pytest.mark.slow
 def test_lines_of_a_log_are_read_in_bounded_memory(tmp_path: Path) -> None:
     with open(tmp_path / "log.jsonl", "w") as f:
         for n in range(20_000):

@@ -61,6 +61,7 @@ def test_tensors_of_a_part_have_the_digests_that_they_have_in_the_whole(path: st
             }
 
 
+@pytest.mark.slow
 def test_workers_read_the_same_part_under_the_same_names(saved: Path) -> None:
     asked: dict[str, Any] = {"only": ["model", "*.exp_avg"], "drop_matching": ["*.bias*"], "rename": {"^0": "zero"}}
     one, two = (ckpttool.digest(saved, workers=n, **asked) for n in (None, 2))
@@ -166,6 +167,7 @@ def test_a_numbered_optimizer_keeps_its_numbers(tmp_path: Path) -> None:
     optimizer.load_state_dict(tree["opt"])
 
 
+@pytest.mark.slow
 def test_parts_of_tensor_subclasses_and_fp32_masters_go_along(tmp_path: Path) -> None:
     for path, rule in (
         ("torchao/adamw8bit_w2/ckpt", {"^": "net."}),

@@ -133,6 +133,7 @@ def odd(path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [None, 2])
 def test_hard_numbers_are_counted_and_left_out_whoever_reads(workers: int | None, tmp_path: Path) -> None:
     path = odd(tmp_path / "odd.pt")

@@ -169,6 +169,7 @@ def test_peft_s_copy_of_an_adapter_stops_nothing_where_the_weights_have_it(harm:
         assert conversion.convert(folder, tmp_path / "out", to="dcp", world_size=2).tensors == 7
 
 
+@pytest.mark.slow
 def test_commands_print_them(tmp_path: Path) -> None:
     source = trainer(tmp_path / "checkpoint-3", "optimizer.bin")
     out = str(tmp_path / "out")

@@ -257,6 +257,7 @@ def test_an_object_that_holds_itself_is_read_and_written(protocol: int) -> None:
     assert load(pickle.dumps(root, protocol)) == found[0]
 
 
+@pytest.mark.slow
 def test_one_of_many_objects_that_know_each_other_costs_what_it_holds() -> None:
     crowd = [Node(str(i)) for i in range(30)]
     for n in crowd:

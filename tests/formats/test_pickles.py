@@ -514,6 +514,7 @@ OPS = b"0123(])}etaubsR\x81\x85\x86\x87\x94q\x01h\x00N\x88K\x05X\x01\x00\x00\x00
 KNOWN = [glob(m, n) for m, n in pickles.PLAIN][:40]
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.sampled_from([bytes([b]) for b in OPS] + KNOWN + [b"K\x01", b")", b"X\x01\x00\x00\x00a"]), max_size=30)
 )
@@ -632,6 +633,7 @@ def test_members_of_known_enums(builtins: str) -> None:
                 pickles.load(by_name(module, cls, member, builtins), tables, what="x")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("child", [False, True], ids=["read here", "read in a child"])
 def test_a_checkpoint_that_such_a_python_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, child: bool) -> None:
     """torch's own .metadata, written again with what those versions have as Enum.__reduce_ex__."""

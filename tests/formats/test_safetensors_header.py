@@ -47,6 +47,7 @@ def ours(tensors: dict[str, tuple[str, tuple[int, ...]]], metadata: dict[str, st
     return safetensors_header.encode_header(rows, metadata or {})
 
 
+@pytest.mark.slow
 @given(st.dictionaries(NAMES, st.tuples(st.sampled_from(WHOLE), SHAPES), min_size=1, max_size=12), st.booleans())
 @settings(max_examples=150)
 def test_a_header_is_byte_for_byte_what_the_library_writes(

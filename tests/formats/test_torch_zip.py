@@ -220,6 +220,7 @@ def test_a_file_cut_off_anywhere_is_refused(tmp_path: Path, zipped: bool) -> Non
         assert isinstance(outcome(tmp_path / "x.pt"), type), n
 
 
+@pytest.mark.slow
 def test_a_legacy_file_with_a_byte_changed_gives_an_error_of_ours_or_tensors_of_these_shapes(tmp_path: Path) -> None:
     # the legacy form has no checksum: what is left is that nothing else happens
     data = small_file(tmp_path, _use_new_zipfile_serialization=False)

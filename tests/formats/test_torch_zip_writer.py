@@ -274,6 +274,7 @@ def plans(draw: Any) -> tuple[list[dict[str, int]], list[tuple[int, list[tuple[i
     return storages, tensors
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(plan=plans(), stop=st.integers(0, 6))
 def test_any_chunks_in_any_records_are_the_bytes_torch_reads_however_often_the_run_was_cut_off(

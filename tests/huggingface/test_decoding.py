@@ -239,6 +239,7 @@ def test_codes_are_read_from_any_layout_and_across_its_cuts(case: str, to: str, 
         assert list(got) == [f"model.{name}"] and torch.equal(got[f"model.{name}"].torch(), numbers(BF16))
 
 
+@pytest.mark.slow
 def test_workers_compute_the_same(tmp_path: Path) -> None:
     source = FIXTURES / "quantised" / "ct_w4_group"
     one = ckpttool.convert(source / "ckpt", tmp_path / "one", to="dcp", world_size=2, dequantize=["*"])

@@ -128,6 +128,7 @@ def test_a_prefix_that_no_weight_has_is_an_error(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_names_of_another_architecture_are_refused(tmp_path: Path) -> None:
     titan = {
         "tok_embeddings.weight": torch.ones(131, 36),

@@ -75,6 +75,7 @@ def orders(draw: st.DrawFn, atoms: list[str]) -> str:
 CUTS = st.lists(st.lists(st.integers(1, 40), max_size=3), min_size=6, max_size=6)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_a_permutation_of_any_axes_is_what_numpy_says_and_its_inverse_is_the_identity(data: st.DataObject) -> None:

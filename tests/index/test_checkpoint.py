@@ -220,6 +220,7 @@ def rows_of(draw: st.DrawFn, ndim: int) -> list[Chunk]:
     return draw(st.lists(st.builds(Chunk, place, place, extent, more, zstd), max_size=6))
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_columns_give_back_the_chunks_they_were_made_of(data: st.DataObject) -> None:
     ndim = data.draw(st.integers(0, 4))

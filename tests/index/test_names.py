@@ -316,6 +316,7 @@ def test_keys_of_a_user_come_back() -> None:
     assert nest(back) == {k: v for k, v in tree.items() if k != "model"}
 
 
+@pytest.mark.slow
 @given(REST)
 @settings(max_examples=150)
 def test_every_leaf_of_the_rest_gets_back_the_path_it_had(rest: dict[tuple[Any, ...], Any]) -> None:
@@ -528,6 +529,7 @@ def every_way(names: list[tuple[str, tuple[int, ...]]], groups: list[list[Any]])
     return out
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=200)
 def test_the_order_is_the_only_one_of_all_that_leaves_fewest_weights_out(data: st.DataObject) -> None:
@@ -557,6 +559,7 @@ def test_the_parameters_of_a_large_model_are_put_in_order_at_once() -> None:
     assert time.process_time() - began < 3
 
 
+@pytest.mark.slow
 def test_a_group_for_every_layer_is_left_open_in_bounded_time() -> None:
     layer = [(4, 4), (4,), (8, 4), (8,)]
     began = time.process_time()

@@ -339,6 +339,7 @@ def test_a_load_that_changed_tensors_is_blamed_before_the_files() -> None:
 # --------------------------------------------------------------------------------------------------- rates, data, ranks
 
 
+@pytest.mark.slow
 def test_learning_rates_tell_what_became_of_the_scheduler() -> None:
     def with_rates(of: Callable[[int], float]) -> Trace:
         b = job()
@@ -358,6 +359,7 @@ def test_learning_rates_tell_what_became_of_the_scheduler() -> None:
     assert (half.kind, "0.5 times" in half.text) == ("learning-rate", True)
 
 
+@pytest.mark.slow
 def test_batches_that_the_reference_had_in_another_step_are_found() -> None:
     def with_batches(of: Callable[[int], object]) -> Trace:
         b = scaled(job(), loss=2e-2, later=2e-2)
@@ -474,6 +476,7 @@ def both(tmp_path: Path, change: Callable[[dict[str, Any]], Any], names: Callabl
         return blamed(job(), edit_state(job(), names), opened=(a, b))
 
 
+@pytest.mark.slow
 def test_a_zeroed_shard_is_named_with_its_rows_its_file_its_bytes_and_its_rank(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
     (found,) = both(tmp_path, lambda t: t["model"][name][16:32].zero_(), lambda n: n == f"model.{name}")
@@ -489,6 +492,7 @@ def test_a_zeroed_shard_is_named_with_its_rows_its_file_its_bytes_and_its_rank(t
         assert f.read(16 * 64 * 4) == bytes(16 * 64 * 4)
 
 
+@pytest.mark.slow
 def test_rounding_of_all_weights_is_one_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspection, "_MORE", 0)
 
@@ -503,6 +507,7 @@ def test_rounding_of_all_weights_is_one_cause(tmp_path: Path, monkeypatch: pytes
     assert "31 tensors of the same kind differ and were not read" in found.evidence
 
 
+@pytest.mark.slow
 def test_one_flipped_bit_of_a_moment_is_found_with_its_byte(tmp_path: Path) -> None:
     name = "model.layers.3.self_attn.v_proj.weight"
 
@@ -528,6 +533,7 @@ def test_files_that_are_equal_leave_the_loading(tmp_path: Path) -> None:
     assert "equal in both checkpoints' files" in found.text
 
 
+@pytest.mark.slow
 def test_moments_that_are_others_without_signs_are_not_called_close(tmp_path: Path) -> None:
     def signed(tree: dict[str, Any]) -> None:
         for s in tree["optim"]["state"].values():
@@ -549,6 +555,7 @@ def test_moments_that_are_others_without_signs_are_not_called_close(tmp_path: Pa
     assert found[1].place is not None and found[1].place.startswith("__0_0.distcp")
 
 
+@pytest.mark.slow
 def test_two_kinds_of_difference_are_two_causes(tmp_path: Path) -> None:
     q = "model.layers.0.self_attn.q_proj.weight"
 

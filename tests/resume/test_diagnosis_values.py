@@ -74,6 +74,7 @@ def test_factors_of_moments_tell_what_left_them(first: float, second: float, tex
     assert (found.kind, found.text) == ("scaled", f"all 78 moments are multiplied {text}")
 
 
+@pytest.mark.slow
 def test_a_factor_of_the_first_moment_alone_is_not_that_of_gradients(both: Any) -> None:
     (found,) = both(times(10.0, 1.0), lambda n: n.endswith(".exp_avg"))
     assert (found.kind, found.text) == ("scaled", "all 39 exp_avg tensors are multiplied (exp_avg x10)")
@@ -172,6 +173,7 @@ def test_rows_of_the_first_tensor_are_not_said_of_the_others(both: Any) -> None:
     assert found.evidence[0].endswith("rounded to bfloat16, in rows 16:32 of 64")
 
 
+@pytest.mark.slow
 def test_what_was_done_besides_rounding_comes_before_the_rounding(both: Any) -> None:
     def change(tree: Tree) -> None:
         tree["model"] = {n: t.bfloat16().float() for n, t in tree["model"].items()}
@@ -314,6 +316,7 @@ def of_ranks(act: Callable[[Any, Any, Any], None]) -> Callable[[Tree], None]:
     return change
 
 
+@pytest.mark.slow
 def test_a_copy_in_which_a_rank_has_the_parts_of_another_is_named_with_both(original: Any, tmp_path: Path) -> None:
     # in files of ranks, this is refused before anything is loaded
     tree = torch.load(original.source.root.replace("/a", "/a.pt"), weights_only=True)
@@ -327,6 +330,7 @@ def test_a_copy_in_which_a_rank_has_the_parts_of_another_is_named_with_both(orig
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_two_files_that_are_exchanged_are_named(both: Any) -> None:
     def swap(one: Any, two: Any, old: Any) -> None:
         one.copy_(old[1])

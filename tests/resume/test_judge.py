@@ -194,6 +194,7 @@ def test_a_trace_against_itself_passes_everything(tmp_path: Path) -> None:
     json.dumps([vars(c) for c in checks], allow_nan=False)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32), st.sampled_from(sorted(PROFILES)))
 @settings(max_examples=25, deadline=None)
 def test_whatever_is_known_a_trace_against_itself_never_fails(seed: int, profile: str) -> None:
@@ -316,6 +317,7 @@ def rotated(trace: Trace, angle: float, step: int = 0, field: str = "update_sket
     return trace
 
 
+@pytest.mark.slow
 def test_a_tensor_of_equal_norm_that_is_rotated_is_seen() -> None:
     for field, name, angle in (("update_sketches", "update", 1e-4), ("grad_sketches", "grad", 3e-5)):
         for step, stage, times in ((0, "step1", 1), (4, "steps", 20)):

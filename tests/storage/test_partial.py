@@ -343,6 +343,7 @@ def test_a_source_that_is_far_away_is_not_read_twice(src: Path, dst: Path, monke
     assert "was written again" in said(done) and same(src, dst)
 
 
+@pytest.mark.slow
 def test_frames_of_an_archive_are_unfolded_and_compared(src: Path, dst: Path) -> None:
     weights = {f"l{i}": torch.randn(1024, 300) for i in range(4)}
     torch.save({"model": weights}, src)
