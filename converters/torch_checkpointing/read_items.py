@@ -192,9 +192,9 @@ class _Reading:
         lacking: list[str] = []
         above = {key[:i] for leaves in by_text for key in leaves for i in range(len(key))}
         for key in dict.fromkeys([*(k for leaves in by_text for k in leaves), *item.tensors]):
-            if key in above:  # an empty dict that is a full one on another rank
-                continue
             column = [(r, *leaves[key]) for r, leaves in zip(ranks, by_text, strict=True) if key in leaves]
+            if key in above and all(x == {} for _, _, x in column):  # it is a full dict on another rank
+                continue
             path: Path = (name, *(column[0][1] if column and not in_one else key))
             if key in item.tensors:
                 out[path] = self._assemble_listed_tensor(

@@ -114,6 +114,19 @@ def test_a_rank_without_any_tensor_of_the_model_adds_no_entry(tmp_path: Path) ->
     assert ckpttool.digest(tmp_path / "out") == ckpttool.digest(tmp_path / "in.pt")
 
 
+@pytest.mark.parametrize(("own", "found"), [({}, {"a": {"b": 1}}), (5, {"a": 5, "a.b": 1})])
+def test_a_dict_that_is_empty_on_a_rank_is_full_and_a_number_in_its_place_is_kept(
+    own: Any, found: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "a").mkdir()
+    for rank, inner in enumerate((own, {"b": 1})):
+        torch.save({"w": torch.ones(2), "a": inner}, tmp_path / "a" / f"model_{rank}.pt")
+        torch.save({"step": 3}, tmp_path / "a" / f"train_state_{rank}.pt")
+    ckpttool.convert(tmp_path / "a", tmp_path / "out.pt", to="full")
+    model = torch.load(tmp_path / "out.pt")["model"]
+    assert model.pop("w").tolist() == [1, 1] and model == found
+
+
 def test_values_are_once_and_rng_is_of_every_rank(tmp_path: Path) -> None:
     source = JOBS / "safetensors" / "ckpt"
     ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=2, canonical_keys=True)
