@@ -219,7 +219,8 @@ def _list_group_params(group: Mapping[Path, object]) -> list[Any]:
     got = group.get(("params",), [])
     if not isinstance(got, list):
         raise Corrupt(f"optim.param_groups: params is {type(got).__name__}, not a list.", code="CKPT0417")
-    if not (all(type(x) is int for x in got) or all(type(x) is str for x in got)):
+    inside = [leaf for path, leaf in group.items() if path[0] == "params" and len(path) > 1]
+    if not (all(type(x) is int for x in (*got, *inside)) or all(type(x) is str for x in (*got, *inside))):
         raise Corrupt("optim.param_groups: params holds neither names nor numbers alone.", code="CKPT0417")
     return got
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from ckpttool.engine.copy.stream import read_small_tensors
+from ckpttool.errors import Unsupported
 from ckpttool.formats.pickle_writer import dump
 from ckpttool.formats.stored_tensors import Inline
 from ckpttool.formats.torch_pickles import TensorRef
@@ -50,8 +51,15 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 
     Raises:
         UsageError: no world size was given and the source has none.
+        Unsupported: the state has no entries.
     """
     world = options.ranks(ckpt)
+    if not ckpt.tensors and not ckpt.values:
+        raise Unsupported(
+            "the state has no entries, and a folder without items is not read as a checkpoint. Write dcp or audit, "
+            "which keep such a state.",
+            code="CKPT0317",
+        )
     tree, notes = tree_of(ckpt.leaves(), ckpt.origin, same_bytes, options)
     own_keys = list_own_keys(ckpt.origin)
     if not own_keys or not all(isinstance(p[0], str) and _ITEM.fullmatch(p[0]) for p in tree):

@@ -127,6 +127,14 @@ def test_a_dict_that_is_empty_on_a_rank_is_full_and_a_number_in_its_place_is_kep
     assert model.pop("w").tolist() == [1, 1] and model == found
 
 
+def test_a_state_without_entries_is_refused(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "scheduler": {"last_epoch": 3}}, tmp_path / "in.pt")
+    with pytest.raises(ckpttool.CkpttoolError, match="the state has no entries"):
+        ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="torch_checkpointing", world_size=2,
+                         only=["scheduler"], reset=["scheduler"], drop=True)  # fmt: skip
+    assert [f.name for f in tmp_path.iterdir()] == ["in.pt"]
+
+
 def test_values_are_once_and_rng_is_of_every_rank(tmp_path: Path) -> None:
     source = JOBS / "safetensors" / "ckpt"
     ckpttool.convert(source, tmp_path / "out", to="dcp", world_size=2, canonical_keys=True)

@@ -1158,3 +1158,19 @@ def test_parameters_of_fused_adam_have_the_step_of_the_last_one_at_stage_0(tmp_p
         assert steps == {3} and any("the step of the last one of their group" in n for n in opened.checkpoint.notes)
     done = ckpttool.convert(tmp_path / "in", tmp_path / "out", to="zero1", world_size=2)
     assert done.verified and not done.dropped
+
+
+@pytest.mark.parametrize("to", ["zero1", "zero2", "zero3"])
+def test_a_step_that_is_a_number_where_others_are_tensors_is_that_of_the_group(to: str, tmp_path: Path) -> None:
+    weights = {n: torch.randn(3, 2) for n in ("a.weight", "b.weight", "c.weight")}
+    state = {n: {"step": torch.tensor(3.0), "exp_avg": w, "exp_avg_sq": w * w} for n, w in weights.items()}
+    state["a.weight"]["step"] = 7
+    groups = [{"params": ["a.weight", "b.weight"], "lr": 0.1}, {"params": ["c.weight"], "lr": 0.2}]
+    torch.save({"model": weights, "optim": {"state": state, "param_groups": groups}}, tmp_path / "in.pt")
+    done = ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to=to, world_size=2, drop=True)
+    (dropped,) = [name for name, *_ in done.dropped]
+    steps = {f"optim.state.{n}.step" for n in ("a.weight", "b.weight")}
+    with ckpttool.open(tmp_path / "out") as opened:
+        (kept,) = steps - {dropped}
+        assert {n: v.data for n, v in opened.checkpoint.values.items() if n in steps} in ({}, dict.fromkeys(steps, 7))
+        assert kept in opened.checkpoint.values or kept in opened.checkpoint.tensors

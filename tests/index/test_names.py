@@ -609,6 +609,13 @@ def test_a_parameter_whose_state_is_one_value_has_its_name() -> None:
     assert found["optim.state.fc.bias"] == [1, 2] and "optim.state.1" not in found
 
 
+def test_a_list_of_parameters_with_a_dict_or_tensor_in_it_is_refused() -> None:
+    for odd in ({"step": S}, T(3)):
+        groups = [{"params": [odd, "fc.bias"], "lr": 0.1}]
+        with pytest.raises(Corrupt, match="neither names nor numbers alone"):
+            names({"model": MODEL, "optim": {**BY_NAME, "param_groups": groups}})
+
+
 def test_a_path_inside_a_leaf_is_an_error() -> None:
     with pytest.raises(Corrupt, match=r"'a\.b' is inside a value"):
         nest({("a",): 1, ("a", "b"): 2})
