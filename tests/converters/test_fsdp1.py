@@ -314,6 +314,7 @@ def test_a_rank_there_twice_is_named(good: tuple[Path, str], tmp_path: Path) -> 
         opening.open(path, like=other)
 
 
+@pytest.mark.slow
 def test_ranks_are_numbers_not_words(tmp_path: Path) -> None:
     path, wanted = job(tmp_path / "ckpt", 11, False), truth()
     assert not difference(read(path, like=like(tmp_path, wanted)), wanted)
@@ -766,6 +767,7 @@ def test_the_work_grows_as_the_ranks_do(tmp_path: Path) -> None:
     assert read[128] < 5 * read[32]
 
 
+@pytest.mark.slow
 def test_a_list_of_shards_that_one_rank_has_otherwise_is_found_out(tmp_path: Path) -> None:
     """Not the rank's own shard, which its own file has to list, but that of another rank."""
     conversion.convert(
@@ -790,6 +792,7 @@ def test_a_list_of_shards_that_one_rank_has_otherwise_is_found_out(tmp_path: Pat
         opening.open(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_round_trip_has_equal_digests(tmp_path: Path) -> None:
     source = single(tmp_path, scheduler={"last_epoch": 3}, step=3, rng={"cpu": torch.arange(9, dtype=torch.uint8)})
     for i, (world, uop) in enumerate([(3, False), (2, True), (4, False)]):

@@ -113,6 +113,7 @@ def test_convolutions_are_what_peft_merges(peft: Any, tmp_path: Path, how: dict[
         check_both_ways(peft, Net(dtype, **KERNELS), tmp_path / str(k), config, autocast=autocast)
 
 
+@pytest.mark.slow
 def test_a_kernel_of_three_dimensions_with_one_element_is_merged_though_peft_cannot(peft: Any, tmp_path: Path) -> None:
     net = Net(torch.float32, point=lambda: torch.nn.Conv3d(3, 4, 1))
     model = adapted(peft, net, tmp_path, peft.LoraConfig(r=2, lora_alpha=2, target_modules=["point"]))
@@ -322,6 +323,7 @@ class Words(torch.nn.Module):
         self.to(dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_an_adapter_of_trained_tokens_alone_is_what_peft_merges(peft: Any, tmp_path: Path) -> None:
     for k, dtype in enumerate((torch.float32, torch.bfloat16)):

@@ -354,6 +354,7 @@ class Scaled(nn.Linear):
         self.scale = state
 
 
+@pytest.mark.slow
 def test_extra_states_are_those_of_the_last_and_load_from_every_file(tmp_path: Path) -> None:
     """`load_state_dict` asks for one entry of each module, also in files whose keys are not the source's."""
     for name, amax in (("a", 1.0), ("b", 2.0)):

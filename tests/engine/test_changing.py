@@ -49,6 +49,7 @@ def test_what_matches_is_what_the_function_computes_and_the_rest_is_as_it_was(
     assert ckpttool.verify(tmp_path / "out", read_data=True).recorded == "equal"
 
 
+@pytest.mark.slow
 def test_pages_are_boxes_that_cover_every_element_once_and_another_checkpoint_is_read_by_them(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     shapes = {"wide": (3, 700_001), "deep": (2, 5, 300_000), "rows": (131, 7), "scalar": (), "empty": (0, 4)}

@@ -196,6 +196,7 @@ def test_none_in_a_value_that_dcp_takes_apart_is_no_place_of_a_lost_element(tmp_
         assert conserved.identical(opened.checkpoint.values["extra.mine.d"].data[0][0], None)
 
 
+@pytest.mark.slow
 def test_counters_of_a_deepspeed_engine_come_back_from_torchtitan(tmp_path: Path) -> None:
     source = REPOSITORY / "fixtures" / "zero3_w3_groups" / "ckpt"
     ckpttool.convert(source, tmp_path / "titan", to="torchtitan", drop=True)

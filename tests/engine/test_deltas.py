@@ -135,6 +135,7 @@ def test_a_damaged_payload_is_never_applied(
     assert e.value.exit_code == 4 and not (tmp_path / "o.safetensors").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", CHAINS)
 @given(where=st.floats(0, 1), byte=st.integers(0, 255), cut=st.booleans())
 @settings(max_examples=60)
@@ -362,6 +363,7 @@ def test_a_damaged_own_delta_is_refused(own: list[Path], tmp_path: Path) -> None
         assert not (tmp_path / "p.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_delta_is_no_checkpoint(own: list[Path], tmp_path: Path) -> None:
     for command in (["convert", str(own[0]), str(tmp_path / "x"), "--to", "dcp"], ["digest", str(own[0])], ["diff", str(own[0]), str(own[1])]):  # fmt: skip
         done = ckpttool_here(*command)

@@ -118,6 +118,7 @@ def test_inspect_lists_the_checkpoints_of_a_run_by_step(job: Path) -> None:
     assert f"--latest for {job / 'checkpoint-6'}" in text
 
 
+@pytest.mark.slow
 def test_latest_takes_the_newest_complete_one(job: Path, tmp_path: Path) -> None:
     assert newest(job) == newest(job.parent) == str(job / "checkpoint-6")
     assert json.loads(run("inspect", job, "--latest", "--json").stdout)["path"] == str(job / "checkpoint-6")
@@ -130,6 +131,7 @@ def test_latest_takes_the_newest_complete_one(job: Path, tmp_path: Path) -> None
         newest(job / "log.txt")
 
 
+@pytest.mark.slow
 def test_an_export_at_the_end_of_a_run_is_not_what_a_job_resumes_from(tmp_path: Path) -> None:
     """As torchtitan saves: a state at step 3, at the last step weights alone, in its own form or as safetensors."""
     run_folder = tmp_path / "run"

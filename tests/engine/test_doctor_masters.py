@@ -114,6 +114,7 @@ def test_a_save_that_megatron_core_itself_gets_wrong_is_found(tmp_path: Path) ->
     assert len(wrong) == 10 and set(one.tensors) == {f"model.{n}" for n in wrong}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_numbers_that_round_as_torch_does_are_no_finding(dtype: torch.dtype, tmp_path: Path) -> None:
     bits = torch.arange(-(1 << 31), 1 << 31, 4093).to(torch.int32)  # of every exponent, with ties, NaN and infinity

@@ -155,6 +155,7 @@ def test_one_empty_weight_is_told_by_the_model_of_the_config(tmp_path: Path) -> 
     assert one.tensors == ("model.norm.weight",)
 
 
+@pytest.mark.slow
 def test_weights_that_the_config_ties_and_that_differ(tmp_path: Path) -> None:
     hub_model(tmp_path / "m", tie=True)
     assert not doctor(tmp_path / "m", read_data=True).findings

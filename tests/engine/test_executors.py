@@ -62,6 +62,7 @@ def test_a_factory_that_makes_no_executor_is_refused(spec: str, message: str) ->
         pass
 
 
+@pytest.mark.slow
 def test_an_executor_of_the_caller_stays_open(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as mine:
         with open_workers(mine) as workers:

@@ -91,6 +91,7 @@ def test_a_transposed_weight_lies_in_the_order_of_its_storage() -> None:
     assert list(cut_part_into_boxes(part, 12, 16)) == [((0, 1), (2, 2), (1, 2), 12)]
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(1, 4), min_size=1, max_size=4),
     st.integers(0, 7),

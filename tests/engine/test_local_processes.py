@@ -111,6 +111,7 @@ def test_kill_9_from_outside_ends_one_future(either: LocalProcesses, tmp_path: P
     assert either.submit(functions.pid, "").result() not in pids
 
 
+@pytest.mark.slow
 def test_a_worker_that_died_without_work_is_replaced_silently(either: LocalProcesses) -> None:
     pids = {either.submit(functions.pid, "").result() for _ in range(30)}
     for pid in pids:
@@ -175,6 +176,7 @@ def test_what_is_prepared_again_takes_the_place_of_what_was_and_nothing_is_left(
     assert wait_for(lambda: not alive(list(seen)), 2)
 
 
+@pytest.mark.slow
 def test_a_template_that_is_killed_is_not_missed(local: LocalProcesses) -> None:
     local.prepare(functions.remember, "index")
     _, template, what = local.submit(functions.recall, "").result().split()
@@ -279,6 +281,7 @@ def test_a_worker_without_the_help_of_the_kernel_ends_with_its_parent_too(how: s
     assert wait_for(lambda: not alive(pids), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["spawned", "copied"])
 def test_ctrl_c_prints_no_traceback_of_a_worker(how: str, tmp_path: Path) -> None:
     parent = script(PARENT, tmp_path, how)

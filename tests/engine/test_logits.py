@@ -431,6 +431,7 @@ def test_all_faults_that_are_promised_are_planted() -> None:
     }
 
 
+@pytest.mark.slow
 def test_what_rounding_does_is_measured_and_counts_as_equal(saved: Callable[[str], Path], tmp_path: Path) -> None:
     def nudge(tensors: Tensors, config: dict[str, Any]) -> None:
         tensors["model.norm.weight"][3] += 1e-7
@@ -509,6 +510,7 @@ def test_an_expert_that_no_token_reaches_is_named_all_the_same(saved: Callable[[
 # ------------------------------------------------------------------------------------------------- prompts and refusals
 
 
+@pytest.mark.slow
 def test_prompts_are_ids_or_text_for_the_tokenizer_of_the_config(saved: Callable[[str], Path], tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 

@@ -187,6 +187,7 @@ def test_equal_logits_decide_proposals_and_other_logits_do_not(tmp_path: Path) -
     assert "different, largest logit difference" in found.notes[0]
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_map_and_ends_with_5_where_something_is_undecided(tmp_path: Path) -> None:
     found = derived(tmp_path, *pair(ones=True))
     done = ckpttool_here("maps", tmp_path / "a.pt", "--derive", tmp_path / "b.pt")

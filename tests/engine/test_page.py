@@ -62,6 +62,7 @@ def test_the_boxes_of_a_page_cover_each_tensor_and_its_files_hold_their_bytes(na
     )
 
 
+@pytest.mark.slow
 def test_a_page_has_the_differences_that_numpy_measures(tmp_path: Path) -> None:
     difference = ckpttool.diff(W3, GROUPS)
     data = data_of(ckpttool.inspect(W3).to_html(difference=difference))
@@ -96,6 +97,7 @@ def test_statistics_or_a_difference_of_another_checkpoint_are_refused() -> None:
         summary.to_html(difference=ckpttool.diff(GROUPS, W3, only=["model"]))
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_page_whole_and_nowhere_that_matters(tmp_path: Path) -> None:
     source = tmp_path / "x.pt"
     torch.save({"model": {"layers.0.w": torch.ones(3, 2), "layers.1.w": torch.full((3, 2), 2.0)}, "step": 3}, source)

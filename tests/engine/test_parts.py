@@ -286,6 +286,7 @@ def test_a_worker_that_wakes_after_the_commit_writes_nothing(tmp_path: Path) -> 
         assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_late_does_not_disturb_the_read_back(tmp_path: Path) -> None:
     """Its part was given to another one, which was faster; it still writes the same bytes."""
     workers, late = Workers(), list[str]()
@@ -346,6 +347,7 @@ def test_a_source_that_changes_under_one_worker_ends_the_run(tmp_path: Path) -> 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["source"]
 
 
+@pytest.mark.slow
 def test_errors_of_a_worker_are_those_of_the_run(tmp_path: Path) -> None:
     def full_disk(i: int, request: dict[str, Any]) -> str | None:
         return part_requests_error(NoSpace("no space left")) if i == 2 else None
@@ -438,6 +440,7 @@ def test_threads_of_one_process_may_work_for_two_conversions(tmp_path: Path, mon
         assert contents(tmp_path / name) == contents(tmp_path / f"one_{name}")
 
 
+@pytest.mark.slow
 def test_casts_count_in_their_order_for_workers_too(tmp_path: Path) -> None:
     cast = OrderedDict([("optim.*", "bf16"), ("model.*", "fp16"), ("*norm*", "fp32")])  # not sorted by name
     convert(FSDP2, tmp_path / "one", "dcp", cast=cast)

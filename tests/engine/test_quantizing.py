@@ -205,6 +205,7 @@ def test_ranks_and_workers_give_the_same_bytes_and_errors(models: Path, tmp_path
     assert "model.layers.0.block_sparse_moe.experts.3.w1.weight_scale_inv" in two
 
 
+@pytest.mark.slow
 def test_a_dry_run_counts_that_weights_are_read_twice(models: Path, tmp_path: Path) -> None:
     said = json.loads(
         ckpttool_here(

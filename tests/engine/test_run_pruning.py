@@ -89,6 +89,7 @@ def test_runs_below_a_folder_are_pruned_one_by_one_and_epochs_count_where_there_
     assert done.kept["c/epoch_0"] == ("epoch 0 is a multiple of 2",)
 
 
+@pytest.mark.slow
 def test_a_folder_with_several_models_of_one_step_goes_as_one(tmp_path: Path) -> None:
     verl = TRAINERS / "verl_fsdp2_w3" / "ckpt"
     for step in (1, 2, 3):
@@ -437,6 +438,7 @@ def test_what_a_killed_run_left_is_deleted_first_and_is_no_checkpoint_for_anybod
     assert clean(tmp_path).removed and not aside.exists()
 
 
+@pytest.mark.slow
 def test_a_file_of_two_steps_is_freed_with_the_last(tmp_path: Path) -> None:
     make(tmp_path, 1, 2, 3)
     size = (tmp_path / "step-1" / "__0_0.distcp").stat().st_size

@@ -158,6 +158,7 @@ def test_a_step_that_its_trainer_has_not_named_yet_is_being_written(tmp_path: Pa
     assert [s.being_written for s in list_run(tmp_path, look=False).steps] == [False, False]
 
 
+@pytest.mark.slow
 def test_recorded_digests_are_those_of_the_files_that_are_there(tmp_path: Path) -> None:
     done = ckpttool.convert(DCP, tmp_path / "step-1", to="dcp", world_size=2)
     ckpttool.convert(DCP, tmp_path / "step-2", to="dcp", world_size=3)

@@ -74,6 +74,7 @@ def test_one_shard_of_all_replicas_is_lost(tmp_path: Path) -> None:
     assert not found.sound and found.layout is None and found.exact == 0
 
 
+@pytest.mark.slow
 def test_weights_of_zero_1_and_2_are_in_the_model_file(tmp_path: Path) -> None:
     """At stages 1 and 2 every rank has all weights, in the dtype that the engine computes with; masters are cut over ranks."""
     for case, lost, rounded in (
@@ -183,6 +184,7 @@ def test_fill_from_refuses_another_model_and_a_checkpoint_that_is_whole(tmp_path
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_damaged_copy_with_a_record_is_salvaged_and_what_is_left_has_its_digests(tmp_path: Path) -> None:
     train(tmp_path, (3, 5))
@@ -225,6 +227,7 @@ def test_a_tied_weight_that_is_lost_is_the_other_one(tmp_path: Path) -> None:
     assert digests(folder, salvage=True)[lost] == whole[lost]
 
 
+@pytest.mark.slow
 def test_a_directory_of_a_trainer_is_filled_from_the_step_beside_it(tmp_path: Path) -> None:
     """checkpoint-3 of Trainer twice; the second, as checkpoint-7, has lost the weights of a rank."""
     source = next((peers.FIXTURES / "trainers" / "trainer_fsdp2_sharded" / "ckpt").glob("checkpoint-*"))
@@ -305,6 +308,7 @@ def test_the_last_shard_of_torchs_writer_is_missed_by_the_rows_of_the_vocabulary
     assert not found.sound and found.exact == 0 and found.layout is None and len(found.findings) == 1
 
 
+@pytest.mark.slow
 def test_values_that_are_lost_are_named_and_those_of_another_step_stay_rebuilt(tmp_path: Path) -> None:
     """By the names that a reader of the copy gives them, so that --only and --fill-from find them, in every later copy."""
     folder, whole = damaged("fsdp2_w2_groups", tmp_path / "d", "__1_0.distcp"), peers.FIXTURES / "fsdp2_w2_groups/ckpt"
@@ -352,6 +356,7 @@ def test_what_only_the_lost_rank_had_is_missing_beside_what_others_have(tmp_path
     assert any("model_world_size_4_rank_0.pt is missing" in text for text in record["problems"])
 
 
+@pytest.mark.slow
 def test_what_was_in_a_lost_common_pt_is_missing(tmp_path: Path) -> None:
     whole = peers.FIXTURES / "megatron" / "stacked_pp2_bf16" / "ckpt" / "iter_0000003"
     shutil.copytree(whole, tmp_path / "iter_0000003")

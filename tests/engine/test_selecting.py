@@ -225,6 +225,7 @@ def test_schedulers_go_on_from_a_rate_that_is_set_as_the_note_says(kind: str, go
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5 if goes_on else 0.1, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_values_are_set_and_state_is_reset(saved: Path, tmp_path: Path) -> None:
     wanted = {
         "optim.param_groups.*.lr": 1,
@@ -301,6 +302,7 @@ def test_what_cannot_be_set_or_reset_is_refused(tmp_path: Path, asked: dict[str,
     assert not (tmp_path / "b.pt").exists()
 
 
+@pytest.mark.slow
 def test_an_archive_of_a_part_says_which_and_is_compared_with_that(saved: Path, tmp_path: Path) -> None:
     words = (
         "audit",

@@ -250,6 +250,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("stream")
 
 
+@pytest.mark.slow
 @given(a_tensor(), st.booleans(), st.integers(1, 3))
 @settings(max_examples=120)
 def test_a_tensor_in_any_chunks_streams_as_numpy_has_it(folder: Path, made: Made, boxed: bool, jobs: int) -> None:
@@ -263,6 +264,7 @@ def test_a_tensor_in_any_chunks_streams_as_numpy_has_it(folder: Path, made: Made
         )
 
 
+@pytest.mark.slow
 @given(a_tensor().filter(lambda t: t.dtype in ("bfloat16", "float32")), st.booleans(), st.integers(1, 3))
 @settings(max_examples=40)
 def test_a_tensor_in_any_chunks_is_cast_as_it_streams(folder: Path, made: Made, boxed: bool, jobs: int) -> None:
@@ -276,6 +278,7 @@ def test_a_tensor_in_any_chunks_is_cast_as_it_streams(folder: Path, made: Made, 
         )
 
 
+@pytest.mark.slow
 @given(a_tensor().filter(lambda t: t.records and t.whole.size), st.data())
 @settings(max_examples=40)
 def test_a_flipped_byte_anywhere_under_a_checksum_is_found(folder: Path, made: Made, data: st.DataObject) -> None:
@@ -432,6 +435,7 @@ def test_sums_of_bytes_that_are_read_again_behind_others_are_no_damage() -> None
     assert list(crcs.missing_parts()) == []
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_sums_of_pieces_that_are_read_again_find_every_flipped_byte_and_no_other(data: st.DataObject) -> None:
     raw = bytes(range(40))
@@ -471,6 +475,7 @@ def test_bytes_outside_of_records_and_files_without_any_mean_nothing() -> None:
 # ------------------------------------------------------------------------------------------------------------ fill
 
 
+@pytest.mark.slow
 @given(a_tensor(), a_tensor(), st.data())
 @settings(max_examples=30)
 def test_a_draft_in_any_boxes_is_filled_from_a_source_in_any_others(
@@ -529,6 +534,7 @@ def test_digests_are_over_row_major_bytes_whatever_the_chunks(tmp_path: Path) ->
     assert found["whole"] == found["halves"] == blake3(whole.tobytes()).hexdigest()
 
 
+@pytest.mark.slow
 def test_two_threads_that_read_more_files_than_are_kept_open_get_the_bytes_of_the_right_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

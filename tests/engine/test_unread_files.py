@@ -188,6 +188,7 @@ def test_commands_print_them(tmp_path: Path) -> None:
     assert "not read" not in quiet.output
 
 
+@pytest.mark.slow
 def test_an_export_stops_and_drop_lets_it_go_on(tmp_path: Path) -> None:
     source = trainer(tmp_path / "checkpoint-3", "optimizer.bin")
     command = ["audit", "export", str(source), str(tmp_path / "a.tar.zst"), "--no-ledger"]
@@ -303,6 +304,7 @@ def test_a_file_under_no_known_name_in_the_checkpoint_s_own_folder(tmp_path: Pat
     assert "my_state.pkl (9 B, unknown)" in stops(source, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("numbered", [False, True])
 def test_another_whole_checkpoint_of_the_same_model_is_listed_and_stops_nothing(numbered: bool, tmp_path: Path) -> None:
     source = dcp_into(tmp_path / "a")
@@ -440,6 +442,7 @@ def test_names_are_shown_as_text(tmp_path: Path) -> None:
     assert len(done.dropped) == 2
 
 
+@pytest.mark.slow
 def test_very_many_files_are_quick_and_a_short_list(tmp_path: Path) -> None:
     source = model_folder(tmp_path / "m")
     for i in range(5_000):

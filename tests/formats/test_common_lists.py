@@ -128,6 +128,7 @@ def test_bytes_that_are_more_than_a_list_are_not_kept() -> None:
         assert found == alone
 
 
+@pytest.mark.slow
 def test_every_cut_and_every_flipped_byte_reads_as_it_does_alone() -> None:
     data = rank_pickle(1, shards=16, lists=1)
     lists = CommonLists()

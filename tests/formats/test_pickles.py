@@ -103,6 +103,7 @@ def typed(x: Any) -> Any:
     return type(x), repr(x)
 
 
+@pytest.mark.slow
 @given(PLAIN, st.sampled_from(PROTOCOLS))
 def test_plain_data_reads_as_cpython_reads_it_in_every_protocol(value: Any, protocol: int) -> None:
     data = pickle.dumps(value, protocol)
@@ -115,6 +116,7 @@ def test_no_bytes_at_all_are_read_from_the_protocols_without_bytes(value: Any, p
     assert repr(pickle.loads(pickle_writer.dump(load(pickle.dumps(value, protocol))))) == repr(value)
 
 
+@pytest.mark.slow
 @given(PLAIN, st.sampled_from(PROTOCOLS))
 def test_plain_data_that_was_read_is_written_so_that_cpython_reads_the_same(value: Any, protocol: int) -> None:
     data = pickle_writer.dump(load(pickle.dumps(value, protocol)))

@@ -170,6 +170,7 @@ def test_a_name_with_half_a_surrogate_pair_is_refused(tmp_path: Path) -> None:
     refusal(tmp_path, file(b'{"a\\ud800":' + json.dumps(entry()).encode() + b"}"), Corrupt)
 
 
+@pytest.mark.slow
 def test_a_name_twice_among_very_many_is_found_at_once(tmp_path: Path) -> None:
     import time
 

@@ -397,6 +397,7 @@ def test_to_hf_everything_stays_and_config_says_no_dtype_of_codes(tmp_path: Path
             assert torch.equal(got[name].view(torch.uint8), wanted[name].view(torch.uint8))
 
 
+@pytest.mark.slow
 def test_codes_beside_a_config_that_does_not_say_so_are_refused(tmp_path: Path) -> None:
     source = folder(tmp_path / "in", PLAIN | SCHEMES["fp8-dynamic"][1])
     with pytest.raises(Unsupported, match=r"config\.json has no quantization_config"):

@@ -71,6 +71,7 @@ def assert_loads(folder: Path, wanted: dict[str, Tensor]) -> None:
     assert difference(dict(model.state_dict()), wanted) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", [LLAMA, MOE], ids=["names as in memory", "fused in memory, many on the Hub"])
 def test_a_prefix_of_all_weights_is_left_out(of: Path, tmp_path: Path) -> None:
     """As in a state of Lightning whose module keeps the model in `self.net`."""

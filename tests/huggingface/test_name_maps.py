@@ -166,6 +166,7 @@ def test_the_way_back_is_what_the_other_wrote(case: Case, mapped: Path, tmp_path
     }  # w1, w3, w2: in the order of the joined
 
 
+@pytest.mark.slow
 def test_without_a_config_it_says_what_is_missing_and_an_export_beside_it_tells(tmp_path: Path) -> None:
     import shutil
 
@@ -201,6 +202,7 @@ def test_phi_4_of_the_hub_is_refused_since_torchtune_turns_it_by_another_base(tm
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changed",
     [

@@ -99,6 +99,7 @@ def older(name: str) -> str:
     return f"model.{inner}" if inner.startswith("multi_modal") else inner
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "renamed"),
     [("Kimi_K25ForConditionalGeneration", None), ("Gemma3ForConditionalGeneration", None), ("Gemma3ForConditionalGeneration", older)],

@@ -144,6 +144,7 @@ def test_a_slab_meets_any_box_in_a_part_that_is_contiguous_in_the_memory_of_that
     assert at == prod(size)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_meet_is_the_common_elements_of_two_boxes(data: st.DataObject) -> None:
     shape = data.draw(SHAPES)
@@ -153,12 +154,14 @@ def test_meet_is_the_common_elements_of_two_boxes(data: st.DataObject) -> None:
     assert both == boxes.intersect(b, a)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_any_chunking_covers_its_tensor(data: st.DataObject) -> None:
     shape = data.draw(SHAPES)
     assert boxes.find_cover_problem(shape, data.draw(chunking(shape))) is None
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_a_chunking_with_one_chunk_gone_moved_grown_or_twice_is_refused_with_a_reason(data: st.DataObject) -> None:
     shape = data.draw(SHAPES)
@@ -252,6 +255,7 @@ def test_chunks_that_no_mesh_makes_are_proven_or_refused_in_time_that_is_linear_
         assert time.process_time() - began < 5  # about 1 s; minutes where every chunk is met with every other
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_boxes_are_a_cover_exactly_when_every_element_is_in_one_of_them(data: st.DataObject) -> None:
     shape = data.draw(HOLLOW)

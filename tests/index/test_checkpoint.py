@@ -191,6 +191,7 @@ def test_a_chunk_within_another_that_is_the_whole_tensor_is_refused() -> None:
     assert "overlap" in refusal(tensor((4, 3), chunk((0, 0), (4, 3), 0, 48), chunk((1, 0), (2, 3), 48, 24)))
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.data())
 def test_shards_of_dim_0_with_one_gone_moved_or_twice_are_refused(sizes: list[int], data: st.DataObject) -> None:
     rows, at = [], 0

@@ -93,6 +93,7 @@ def test_a_conversion_there_and_on_loses_and_changes_nothing(source: Path, tmp_p
         assert {n: (c.verdict, c.text) for n, c in checks(reference, got).items() if c.verdict != "pass"} == {}
 
 
+@pytest.mark.slow
 def test_an_archive_holds_it_all(source: Path, tmp_path: Path) -> None:
     ckpttool.export(source, str(tmp_path / "x.tar.zst"), ckpttool.ArchiveOptions(), in_ledger=False)
     found = checks(trace_of(source), trace_of(tmp_path / "x.tar.zst"))

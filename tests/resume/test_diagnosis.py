@@ -145,6 +145,7 @@ def test_numbers_alone_tell_the_part_that_is_wrong(family: str) -> None:
     assert (found.kind, words in found.text) == (kind, True), found
 
 
+@pytest.mark.slow
 def test_nothing_is_blamed_where_nothing_failed() -> None:
     assert blamed(job(), job()) == []
     assert blamed(None, job()) == []
@@ -163,6 +164,7 @@ def test_moments_are_not_blamed_for_updates_where_they_are_equal() -> None:
     assert first(blind(job()), blind(scaled(job(), update=0.02, tensors=some))).kind == "moments"
 
 
+@pytest.mark.slow
 def test_what_fits_nothing_is_unknown_and_lists_what_was_seen() -> None:
     b = job()
     b.steps[8].grad_norm = 100.0
@@ -283,6 +285,7 @@ def test_bytes_that_several_tensors_have_are_no_trace_of_another_tensor() -> Non
     assert found.tensors == ["model.model.norm.weight"]
 
 
+@pytest.mark.slow
 def test_an_optimizer_state_of_another_step_is_told_from_a_step_that_is_wrong() -> None:
     b = job()
     b.scalars = dict.fromkeys(b.scalars, 290.0)
@@ -300,6 +303,7 @@ def test_an_optimizer_state_of_another_step_is_told_from_a_step_that_is_wrong() 
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_named() -> None:
     b = job()
     for slot in ("exp_avg", "exp_avg_sq", "step"):
@@ -408,6 +412,7 @@ def test_other_ratios_of_gradients_are_not_called_a_sum(factor: float) -> None:
     assert "gradient-scale" not in kinds(job(), scaled(job(), grad=factor - 1))
 
 
+@pytest.mark.slow
 def test_equal_weights_with_other_logits_are_a_matter_of_configuration_or_kernels(tmp_path: Path) -> None:
     logits = np.random.default_rng(0).normal(size=(4, 8))
     a = with_probe(job(environment={"torch": "2.10"}), tmp_path / "a.npy", logits)
@@ -526,6 +531,7 @@ def test_one_flipped_bit_of_a_moment_is_found_with_its_byte(tmp_path: Path) -> N
     assert f"{float(value)!r} instead of" in found.text
 
 
+@pytest.mark.slow
 def test_files_that_are_equal_leave_the_loading(tmp_path: Path) -> None:
     name = "model.lm_head.weight"
     (found,) = both(tmp_path, lambda t: None, lambda n: n == name)
@@ -688,6 +694,7 @@ def test_a_lost_scheduler_is_named_as_such_where_the_job_has_one() -> None:
     assert [c.kind for c in blamed(reference, not_loaded(text))] == ["load-failed"], "it never had one"
 
 
+@pytest.mark.slow
 def test_clipping_that_only_the_recorded_job_did_is_the_first_cause() -> None:
     a, b = job(), job()
     a.clip = b.clip = None

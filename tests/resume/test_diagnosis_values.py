@@ -120,6 +120,7 @@ def test_bias_correction_is_that_of_each_group_and_step(original: Any, tmp_path:
         assert "bias correction" not in found.text
 
 
+@pytest.mark.slow
 def test_one_scaled_tensor_says_only_its_factor(both: Any) -> None:
     def change(tree: Tree) -> None:
         tree["model"][Q] *= 2
@@ -128,6 +129,7 @@ def test_one_scaled_tensor_says_only_its_factor(both: Any) -> None:
     assert found.text == "layer 1, self_attn.q_proj holds the reference's values times 2"
 
 
+@pytest.mark.slow
 def test_roots_in_a_slot_are_one_cause(both: Any) -> None:
     def change(tree: Tree) -> None:
         for s in tree["optim"]["state"].values():
@@ -159,6 +161,7 @@ def test_moments_of_another_step_are_called_moments(both: Any) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_rows_of_the_first_tensor_are_not_said_of_the_others(both: Any) -> None:
     def change(tree: Tree) -> None:
         for n in ("model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"):
@@ -287,6 +290,7 @@ def test_a_stale_file_is_named_with_its_rank(both: Any) -> None:
     assert len(found.tensors) == 117
 
 
+@pytest.mark.slow
 def test_a_stale_file_is_named_though_only_some_tensors_were_read(both: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpttool.resume.diagnosis.files._MORE", 0)
     (found,) = both(rank1, tensors)
@@ -352,6 +356,7 @@ def test_two_files_of_another_step_are_not_called_exchanged(both: Any) -> None:
     assert [c.kind for c in both(of_ranks(stale), tensors)] == ["close"]
 
 
+@pytest.mark.slow
 def test_few_tensors_of_a_file_do_not_make_it_the_cause(both: Any) -> None:
     def last_rows(tree: Tree) -> None:
         state = tree["optim"]["state"]["lm_head.weight"]
@@ -380,6 +385,7 @@ def test_a_file_with_everything_in_it_is_no_cause(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------ names that used to be wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", ["model.layers.3.mlp.zeros", "model.layers.3.lora_B.weight"])
 def test_zeros_are_zeros_and_not_the_bytes_of_another_tensor(other: str, original: Any, tmp_path: Path) -> None:
     """Zero points of a quantised layer, and the zeros of a LoRA, have the fingerprint of any zeros."""
@@ -395,6 +401,7 @@ def test_zeros_are_zeros_and_not_the_bytes_of_another_tensor(other: str, origina
     assert (found.kind, found.text) == ("zero", "layer 0, self_attn.q_proj, exp_avg_sq is all zeros")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fqn", "kind"), [("model.layers.1.mlp.up_proj.weight", "interleaved-rows"), (Q, "rope")]
 )  # fmt: skip

@@ -376,6 +376,7 @@ def test_tensors_whose_gradient_is_rounding_noise_raise_no_alarm() -> None:
     assert failing(a, b) == {"step1.worst_update", "steps.worst_update"}
 
 
+@pytest.mark.slow
 def test_noise_grows_after_the_tenth_step_and_so_do_bounds() -> None:
     a, b = job(steps=50), job(steps=50)
     b.steps[49].loss *= 1 + 9e-6  # measured at step 50 of fp32: 1.1e-6; bound 2e-6 * 5
@@ -630,6 +631,7 @@ def test_steps_of_zero_are_right_before_the_first_step_and_sgd_has_no_moments() 
     assert one("state.plausible", None, sgd).verdict == "pass"
 
 
+@pytest.mark.slow
 def test_missing_and_extra_tensors_are_counted_and_tied_names_are_not() -> None:
     a, b = job(), job()
     del b.state[f"model.{FQNS[0]}"]
@@ -647,6 +649,7 @@ def test_missing_and_extra_tensors_are_counted_and_tied_names_are_not() -> None:
     assert one("state.names", a, b).verdict == "pass"
 
 
+@pytest.mark.slow
 def test_rounded_tensors_are_a_failure_but_for_the_relaxed_profile() -> None:
     a, b = job(), job()
     for n, (_, s, _) in list(b.state.items()):
@@ -673,6 +676,7 @@ def test_rounded_tensors_are_a_failure_but_for_the_relaxed_profile() -> None:
     assert failing(a, b, "relaxed") == {"state.names"}
 
 
+@pytest.mark.slow
 def test_a_state_recorded_at_another_step_is_not_compared() -> None:
     a, b = job(start=200, steps=110), job()
     found = verdicts(a, b)
@@ -704,6 +708,7 @@ def stored(trace: Trace) -> list[dict[str, list[str]]]:
     return [{"options": [k for k in g if k != "params"], "params": list(g["params"])} for g in trace.groups]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recording", [False, True])
 def test_options_that_the_files_have_lost_are_found_though_the_job_has_its_own(recording: bool) -> None:
     a, b = job(), job()
@@ -790,6 +795,7 @@ def test_state_beside_model_and_optimizer_that_is_lost_or_other_fails_its_check_
     assert failing(a, b) == {check}
 
 
+@pytest.mark.slow
 def test_a_recording_that_knows_nothing_beside_the_optimizer_compares_nothing_there() -> None:
     a, b = job(layout=None, values={}, others={}, unrecorded={"rng": "the ranks of this job have none"}), job()
     names = ("config.scheduler", "config.rng", "config.dataloader", "config.scaler")
@@ -895,6 +901,7 @@ def test_a_head_that_the_configuration_ties_must_be_tied_even_without_a_referenc
 # -------------------------------------------------------------------------------------------------------------- probe
 
 
+@pytest.mark.slow
 def test_the_probe_gives_relative_l2_largest_difference_and_kl(tmp_path: Path) -> None:
     a = with_probe(job(), tmp_path / "a.npy", np.array([[3.0, 0.0], [0.0, 4.0]]))
     b = with_probe(job(), tmp_path / "b.npy", np.array([[3.0, 0.5], [0.0, 4.0]]))
@@ -954,6 +961,7 @@ def test_dropout_is_compared_at_one_world_size_with_its_random_numbers_restored(
     assert verdicts(a, b)["step1.loss"] == "not comparable"
 
 
+@pytest.mark.slow
 def test_inputs_beside_the_tokens_are_compared_key_by_key() -> None:
     a, b = job(), job()
     for t in (a, b):
@@ -1012,6 +1020,7 @@ def test_what_the_reference_did_not_record_is_not_comparable_and_the_words_say_w
     assert failing(recorded(), scaled(job(), loss=1e-4)) == {"step1.loss"}
 
 
+@pytest.mark.slow
 def test_learning_rates_are_exact_and_belong_to_parameters() -> None:
     a, b = job(), job()
     b.steps[4].learning_rates = [math.nextafter(rate(305), 1), rate(305)]
@@ -1038,6 +1047,7 @@ def test_a_tensor_that_one_side_does_not_have_is_far_away() -> None:
 # -------------------------------------------------------------------------------------------------------- calibration
 
 
+@pytest.mark.slow
 def test_noise_of_the_job_itself_widens_bounds_to_five_times_and_never_narrows_them() -> None:
     a, b = job(dtype="bf16"), scaled(job(dtype="bf16"), loss=4e-6, later=1e-5)
     measured = measure_noise(a, b)
@@ -1052,6 +1062,7 @@ def test_noise_of_the_job_itself_widens_bounds_to_five_times_and_never_narrows_t
     assert failing(a, scaled(job(dtype="bf16"), loss=2.1e-5), noise=measured) == {"step1.loss"}
 
 
+@pytest.mark.slow
 def test_a_run_with_too_much_noise_of_its_own_proves_nothing() -> None:
     found = one("step1.loss", job(), job(), noise={"step1.loss": 2.1e-3})
     assert found.verdict == "not comparable"
@@ -1108,6 +1119,7 @@ def test_numbers_that_are_not_finite_are_named() -> None:
     assert (found.verdict, found.text) == ("fail", f"gradient of {FQNS[3]} is inf in step 302")
 
 
+@pytest.mark.slow
 def test_a_spike_is_ten_times_what_is_usual_and_the_reference_says_what_is() -> None:
     b = job()
     b.steps[6].grad_norm = 11 * (b.steps[5].grad_norm or 0)
@@ -1191,6 +1203,7 @@ def test_an_update_of_16_bits_is_judged_by_its_quanta() -> None:
     assert found(trace(1, 2.0), trace(2, 0.0)).number == 1.0
 
 
+@pytest.mark.slow
 def test_what_the_reference_holds_as_well_is_plausible() -> None:
     late = {n: 4.0 for n in job().scalars if "layers.1.self_attn.q_proj" in n}  # frozen until four steps ago
 
@@ -1214,6 +1227,7 @@ def test_a_buffer_may_hold_nan_and_a_number_of_the_optimizer_may_not() -> None:
     assert verdict_of("state.plausible", None, job(scalars=job().scalars | counter)) == "fail"
 
 
+@pytest.mark.slow
 def test_random_numbers_of_the_forward_pass_are_compared_where_both_runs_draw_the_same() -> None:
     seeded = {"random": "seeded"}
     a, b = job(environment=seeded), job(environment=seeded, world_size=3)
@@ -1225,6 +1239,7 @@ def test_random_numbers_of_the_forward_pass_are_compared_where_both_runs_draw_th
     assert verdict_of("step1.loss", job(layout=None), job(environment=restored, world_size=3)) == "not comparable"
 
 
+@pytest.mark.slow
 def test_a_buffer_that_ranks_hold_differently_is_one_of_theirs_and_the_probe_is_of_the_first() -> None:
     n, sketch = "model.bn.running_mean", {"sketch": [[1.0]], "shape": [2, 1], "not_finite": 0}
     copies = [("float32", (2,), "a"), ("float32", (2,), "b")]
@@ -1244,6 +1259,7 @@ def test_a_buffer_that_ranks_hold_differently_is_one_of_theirs_and_the_probe_is_
         assert verdict_of("probe.logits", reference, got) == logits
 
 
+@pytest.mark.slow
 def test_a_dict_among_the_options_is_compared_but_for_what_an_earlier_recorder_wrote_of_it() -> None:
     def of(value: Any) -> Trace:
         return job(groups=[{**g, "plan": value} for g in job().groups])
@@ -1253,6 +1269,7 @@ def test_a_dict_among_the_options_is_compared_but_for_what_an_earlier_recorder_w
     assert verdict_of("config.groups", of("dict"), of({"warm": 4})) == "pass"
 
 
+@pytest.mark.slow
 def test_of_a_long_list_the_element_that_differs_is_shown() -> None:
     def of(values: list[int]) -> Trace:
         return job(values=job().values | {"extra.merges": values})
@@ -1267,6 +1284,7 @@ def test_of_a_long_list_the_element_that_differs_is_shown() -> None:
     assert "extra.merges has 98 values and had 99" in check.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "unsure"),
     [
@@ -1297,6 +1315,7 @@ def test_noise_counts_double_against_a_recording_and_that_of_later_steps_for_the
     assert chaos is not None and "differ by 0.002, and a bound of 10 times that" in chaos
 
 
+@pytest.mark.slow
 def test_updates_of_muon_deviate_at_another_world_size_and_at_the_same_they_do_not() -> None:
     def of(**more: Any) -> Trace:
         return job(groups=[{**g, "ns_steps": 5} for g in job().groups], **more)

@@ -359,6 +359,7 @@ def test_a_recorder_writes_what_the_optimizer_did_in_numbers_that_are_not_rounde
     assert trace.groups[0]["lr"] == 0.1 and "fused" not in trace.groups[0]
 
 
+@pytest.mark.slow
 def test_buffers_that_no_checkpoint_has_are_those_of_the_recorded_job(tmp_path: Path) -> None:
     class Rotary(torch.nn.Module):
         def __init__(self, last: float) -> None:

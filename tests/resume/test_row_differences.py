@@ -61,6 +61,7 @@ def test_data_that_is_one_sample_on_or_back_is_called_that(world: int) -> None:
     assert next(c for c in checks if c.name == "step1.batch").text.endswith(same)
 
 
+@pytest.mark.slow
 @given(st.integers(-60, 60), st.integers(1, 4), st.integers(1, 4), st.integers(2, 6))
 def test_a_shift_is_found_at_any_world_size_or_something_weaker_is_said(
     k: int, ours: int, theirs: int, steps: int

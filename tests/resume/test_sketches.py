@@ -47,6 +47,7 @@ def test_shards_of_any_shape_add_up_to_the_whole(
     assert torch.allclose(total, whole, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_the_distance_of_two_sketches_is_that_of_the_tensors() -> None:
     draw = torch.Generator().manual_seed(1)
     ratios = []

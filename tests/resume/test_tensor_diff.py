@@ -353,6 +353,7 @@ DTYPES = ["f4", "f2", "f8", ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, "i4", "
 SHAPES = [(), (1,), (3,), (16,), (1, 9), (9, 1), (12, 8), (33, 17), (4, 6, 8)]
 
 
+@pytest.mark.slow
 @given(
     st.integers(0, 10**6), st.sampled_from(SHAPES), st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.integers(0, 6)
 )

@@ -205,6 +205,7 @@ def test_a_judge_that_uses_its_cpu_is_not_silent_and_a_rank_that_may_only_poll_i
     assert quiet < len(seen) / 2 if computes else quiet > len(seen) / 2
 
 
+@pytest.mark.slow
 def test_an_attempt_of_torchrun_meets_under_keys_that_no_earlier_one_has_used() -> None:
     store = dist.HashStore()
     patience = timedelta(seconds=20)

@@ -644,6 +644,7 @@ def test_no_memory_for_the_buffers_is_exit_8(src: Path, dst: Path, monkeypatch: 
         ckpttool.convert(src, dst, **HOW)
 
 
+@pytest.mark.slow
 def test_a_file_that_may_not_grow_so_far_is_exit_8(src: Path, dst: Path) -> None:
     code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536)); from ckpttool.cli.main import main; main()"
     done = subprocess.run(
