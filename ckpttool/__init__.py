@@ -183,7 +183,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for."""
+    """Return the public function or class `name` of ckpttool; the module that defines it is imported only when it is
+    asked for.
+
+    Raises:
+        AttributeError: ckpttool has no public name `name`.
+    """
     if name in _WHERE:
         from importlib import import_module
 
@@ -192,4 +197,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """Return the public names of ckpttool (`__all__`), which `dir(ckpttool)` lists."""
     return __all__

@@ -19,16 +19,24 @@ class ByFields:
     """
 
     def __eq__(self, other: object) -> bool:
+        """Return whether `other` is of the same class and all compared fields are equal; NotImplemented for another
+        class."""
         if type(other) is not type(self):
             return NotImplemented
         return _list_compared_values(self) == _list_compared_values(other)
 
     def __hash__(self) -> int:
+        """Return a hash of the compared fields.
+
+        Raises:
+            TypeError: the dataclass is not frozen.
+        """
         if not cast(Any, self).__dataclass_params__.frozen:
             raise TypeError(f"unhashable type: '{type(self).__name__}'")
         return hash(tuple(_list_compared_values(self)))
 
     def __repr__(self) -> str:
+        """Return "Class(field=value, ...)" with all fields but those that are declared with `repr=False`."""
         shown = (f"{f.name}={getattr(self, f.name)!r}" for f in fields(cast("DataclassInstance", self)) if f.repr)
         return f"{type(self).__qualname__}({', '.join(shown)})"
 

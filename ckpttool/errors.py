@@ -93,16 +93,25 @@ class CkpttoolError(Exception):
     code: Code = "CKPT0100"
 
     def __init__(self, *text: object, listing: str = "", code: Code | None = None) -> None:
+        """Make the error.
+
+        Args:
+            text: the message, one str; more than one becomes a tuple in the message, as for any Exception.
+            listing: lines of ckpttool's own to print below the message; "" for none.
+            code: the kind of failure, such as "CKPT0412"; None for that of the class.
+        """
         super().__init__(*text)
         self.listing = listing
         self.code = code or self.code
 
     @property
     def kind(self) -> str:
-        """Return the name of its class, or of the nearest class above it that this module defines."""
+        """Return the name of the error's class ("Corrupt"); for a class of another module, that of its nearest base
+        class in this module."""
         return next(c.__name__ for c in type(self).__mro__ if c.__name__ in __all__)
 
     def __str__(self) -> str:
+        """Return the message in one line that is safe to print, with escapes, and the lines of `listing` below it."""
         return printable(super().__str__()) + (f"\n{printable_lines(self.listing)}" if self.listing else "")
 
     def add_note(self, note: str, /) -> None:
@@ -291,7 +300,8 @@ def kind_of_failure(e: OSError, otherwise: type[CkpttoolError] = CkpttoolError) 
 
 
 def get_failed_path(e: OSError, otherwise: str) -> str:
-    """Return the path of a failed system call; `otherwise` if it had no path, or a file descriptor."""
+    """Return the path that an OSError is about, as it was given to the system call; `otherwise` if the call had no
+    path, or a file descriptor instead."""
     return os.fsdecode(e.filename) if isinstance(e.filename, (str, bytes)) else otherwise
 
 
@@ -325,8 +335,12 @@ class CommandLine:
         return self._flags
 
     def owner(self, flag: str) -> str | None:
-        """Return a command that has an option (`flag`, "--force") which this command lacks: "ckpttool convert" here. A
-        subclass may look it up, and return None where no command has the option."""
+        """Return the name of a command that has an option which this command lacks: always "ckpttool convert" in this
+        class. A subclass may look the command up, and return None where no command has the option.
+
+        Args:
+            flag: the option, as typed ("--force").
+        """
         return "ckpttool convert"
 
 
@@ -350,8 +364,11 @@ def name_flags(command: CommandLine | None = None) -> Iterator[None]:
 
 
 def get_named_flags() -> list[str] | None:
-    """Return the options of the command ([] if they are not known) where `name_flags` is in effect; None where it is
-    not. Processes that are started, and whose messages are shown too, are given this list."""
+    """Return the options of the running command, as typed ("--force"), inside a `name_flags` block: [] if its options
+    are not known. Outside of such a block, return None: messages then name arguments as Python does.
+
+    A process that this one starts, and whose messages are shown too, is given this list.
+    """
     return None if _command is None else list(_command.flags)
 
 

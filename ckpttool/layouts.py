@@ -306,7 +306,7 @@ class Layout(ByFields):
 
     @property
     def of_weights(self) -> bool:
-        """Return whether it holds the weights of a model and nothing else, unless an option asks for more."""
+        """Return whether the layout holds the weights of a model and nothing else, unless an option asks for more."""
         return self.holds(None) == {"model"}
 
 

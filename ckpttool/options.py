@@ -83,10 +83,10 @@ Progress = Callable[[str, int, int], None]
 
 
 def silent(what: str, done: int, total: int) -> None:
-    """Ignore a report of progress: the `Progress` that is used where nobody wants to know.
+    """Ignore a report of progress; this function is the `Progress` for callers that want no reports.
 
     Args:
-        what: what is done.
+        what: name of the stage, such as "load".
         done: bytes done so far.
         total: bytes in all.
     """
@@ -183,6 +183,11 @@ class AverageRequest(ByFields):
     accumulate: str = "float64"
 
     def __post_init__(self) -> None:
+        """Check that the request asks for one kind of average, with numbers that fit the checkpoints.
+
+        Raises:
+            UsageError: it does not.
+        """
         count, given = len(self.others) + 1, self.numbers()
         if len({*given} - {"scale", "linear"} | ({"base"} if self.base is not None else set())) > 1:
             names = ", ".join(argument(name) for name in ("coefficients", "ema_decay", "base", "slerp"))
@@ -229,7 +234,8 @@ class AverageRequest(ByFields):
         return next((m for m in ("coefficients", "ema_decay", "slerp") if getattr(self, m) is not None), "mean")
 
     def numbers(self) -> dict[str, Any]:
-        """Return {name: value} of the numbers that were given."""
+        """Return {name of a field: value} of those of `coefficients`, `linear`, `ema_decay`, `scale` and `slerp` that
+        were given."""
         names = ("coefficients", "linear", "ema_decay", "scale", "slerp")
         return {name: value for name in names if (value := getattr(self, name)) not in (None, False)}
 
@@ -309,6 +315,11 @@ class OpenOptions(ByFields):
     )
 
     def __post_init__(self) -> None:
+        """Convert lists to tuples and paths to text, and check that the options go together.
+
+        Raises:
+            UsageError: an option is a string in place of a list, or two options contradict each other.
+        """
         for name in ("only", "drop_matching", "wrap", "apply"):
             value = getattr(self, name)
             if isinstance(value, str):
@@ -451,6 +462,12 @@ class WriteRequest(ByFields):
     change: Mapping[str, Callable[[Page], object]] | None = None  # {glob: what computes the tensor's numbers}
 
     def __post_init__(self) -> None:
+        """Check the numbers, and convert lists to tuples, empty lists and dicts to None, and paths to text, so that
+        equal requests have equal fields.
+
+        Raises:
+            UsageError: a number is out of its range, or an option is a string in place of a list.
+        """
         for name in ("world_size", "vocab_size"):
             number = getattr(self, name)
             if number is not None and (type(number) is not int or number < 1):
@@ -498,6 +515,11 @@ class SizeRequest(ByFields):
     )
 
     def __post_init__(self) -> None:
+        """Check that `strategy` and `optimizer` are only given together with `fits`.
+
+        Raises:
+            UsageError: one of them is given without it.
+        """
         if self.fits is None and (given := [n for n in ("strategy", "optimizer") if getattr(self, n) is not None]):
             raise UsageError(
                 f"{argument(given[0])} is about the memory of a job; it goes with {argument('fits')}.", code="CKPT0204"

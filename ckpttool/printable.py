@@ -70,9 +70,12 @@ def printable_json(data: object, default: Callable[[object], object] | None = No
     of JSON.
 
     Args:
-        default: what makes plain data of objects that JSON has no form for, as in `json.dumps`; where None, such an
-            object is a TypeError.
-        depth: containers as deep as this are one line each; None: none is.
+        data: dicts, lists, strings, numbers, True, False and None; without `depth` also objects that `default`
+            converts.
+        default: returns plain data for an object that JSON has no form for, as in `json.dumps`; None to raise a
+            TypeError for such an object. It is not used with `depth`.
+        depth: how many levels of containers get a line for each entry; deeper containers are on one line each. None for
+            all levels.
     """
     if depth is None:
         text = json.dumps(data, indent=1, ensure_ascii=False, default=default)
@@ -82,8 +85,13 @@ def printable_json(data: object, default: Callable[[object], object] | None = No
 
 
 def _iterate_json_pieces(data: object, depth: int, level: int) -> Iterator[str]:
-    """Yield pieces of data as JSON whose containers from level `depth` on are one line each; `level` is that of the
-    entries of `data`."""
+    """Yield pieces of text that together are data as JSON.
+
+    Args:
+        data: plain data.
+        depth: how many levels of containers get a line for each entry; deeper containers are on one line each.
+        level: the level of `data` itself, by which its entries are indented; 1 for the outermost container.
+    """
     if depth < level or not data or not isinstance(data, (dict, list)):
         yield json.dumps(data, ensure_ascii=False)
         return
@@ -141,12 +149,15 @@ class Shown:
         return next(self.lines(), "")
 
     def __str__(self) -> str:
+        """Return the whole text of the result, with an escape for each character that does not print."""
         return "\n".join(map(printable, self.lines()))
 
     def __repr__(self) -> str:
+        """Return the class and the headline of the result, on one line."""
         return f"<{type(self).__name__}: {printable(self.headline())}>"
 
     def _repr_html_(self) -> str:
+        """Return the text of the result as HTML, which a notebook shows."""
         import html  # half of what it takes is a table of entities
 
         return f'<pre style="line-height:1.2">{html.escape(str(self))}</pre>'

@@ -70,7 +70,7 @@ _REFERENCES = {
 
 
 def detect(where: Place) -> tuple[bool, str]:
-    """Return whether a place is one file that torch.save wrote, and the reason as text."""
+    """Return (whether a place is one file that torch.save wrote, the reason as text)."""
     source, name = where
     if name is None:
         return False, "one .pt file; this is a folder"

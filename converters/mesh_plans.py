@@ -69,6 +69,16 @@ class MeshPlan:
     """
 
     def __init__(self, ckpt: Checkpoint, mesh: Mesh, options: WriteOptions) -> None:
+        """Determine how a mesh divides each tensor, and describe that in `note`.
+
+        Tensor parallelism follows the first of these that is given: the option `tp_plan`, the --like checkpoint,
+        transformers' plan for the model of --config.
+
+        Args:
+            ckpt: the checkpoint to divide.
+            mesh: the sizes of the mesh.
+            options: those of the conversion.
+        """
         self.mesh = mesh
         self.shapes = dict(_iterate_parameter_shapes(ckpt))
         plan = options.of(MeshOptions).tp_plan
@@ -221,7 +231,10 @@ def _parse_plan(text: str, shapes: _Shapes) -> dict[str, Cut]:
 
 
 def _matches_name(fqn: str, pattern: str) -> bool:
-    """Return whether a glob matches the name of a parameter or of its module, or the end of it after a dot."""
+    """Return whether a glob pattern matches a parameter.
+
+    It may match the FQN of the parameter or of its module, or the end of either that follows a dot.
+    """
     return any(fnmatch.fnmatchcase(n, p) for n in (fqn, fqn.rpartition(".")[0]) for p in (pattern, f"*.{pattern}"))
 
 

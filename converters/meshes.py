@@ -93,7 +93,7 @@ class Mesh(ByFields):
 
     @property
     def replica(self) -> int:
-        """Return the number of ranks that hold one complete copy of the tensors; each of them has a file."""
+        """Return the number of ranks that together hold one copy of the tensors; each of these ranks has a file."""
         return self.dp_shard * self.cp * self.tp
 
     @property
@@ -107,6 +107,7 @@ class Mesh(ByFields):
         return self.dp_replicate * self.dp_shard
 
     def __str__(self) -> str:
+        """Return the sizes above 1 as text that `parse` reads, such as "dp_shard=4,tp=2"; "dp_shard=1" for one rank."""
         sizes = {f.name: getattr(self, f.name) for f in fields(self)}
         return ",".join(f"{n}={s}" for n, s in sizes.items() if s > 1) or "dp_shard=1"
 

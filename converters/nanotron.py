@@ -400,8 +400,8 @@ class _Reading(ByFields):
         """Add the param groups to the index.
 
         Args:
-            groups: for each, its hyperparameters and the names of its parameters.
-            unnamed: the numbers of those that have parameters without a name.
+            groups: for each param group, {hyperparameter: value}, and the names of its parameters as keys of a dict.
+            unnamed: the numbers of the param groups in which some parameters have no name, for a note.
 
         Raises:
             Corrupt: a parameter is in two groups.
@@ -472,11 +472,13 @@ class _Reading(ByFields):
         raise ValueError(f"the optimizer has {name}, which the model does not have")
 
     def _check_ranks(self, names: list[str], sizes: Mapping[str, object], zero: bool) -> list[int]:
-        """Return the numbers of pipeline, data and tensor parallel ranks, after a check that each rank has a file.
+        """Return [pipeline, data, tensor parallel size] of the job, after a check that each rank has an optimizer file.
+
+        Their product, the world size, is stored in `self.world`.
 
         Args:
             names: names of the optimizer's files.
-            sizes: {"pp_size": ...} of optimizer_config.json.
+            sizes: the numbers by optimizer_config.json, under "pp_size", "dp_size" and "tp_size"; a missing one is 1.
             zero: whether data parallel ranks have files of their own.
 
         Raises:

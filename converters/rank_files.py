@@ -147,7 +147,12 @@ class Files(ByFields):
         return self.known[id(x)][1]
 
     def keep(self, file: int, t: StoredTensor) -> None:
-        """Record the CRC32 of the storage of a tensor in file number `file`, if it has one, to verify reads of it."""
+        """Record the CRC32s that a file of torch.save has for the storage of a tensor, to verify later reads of it.
+
+        Args:
+            file: the number of the file.
+            t: the tensor; nothing is recorded if its storage has no CRC32.
+        """
         self.records.update(((file, r.extent.offset), r) for r in t.storage.records(file))
 
     def entry(self, file: int, t: StoredTensor, path: Path = ()) -> TensorEntry:
@@ -283,8 +288,15 @@ def read_rank_files(
 
 
 def _load_group(files: Files, group: RankFileGroup) -> _LoadedGroup:
-    """Unpickle the files of a group, and split each into model, optimizer and the rest. All that files hold which are
-    named like those of random states or schedulers is the rest; it is put under that name, as {"rng": ...}."""
+    """Unpickle the files of a group, and split each into model, optimizer and the rest.
+
+    A file whose name is that of other state, such as random states or a scheduler, is all rest. Content without keys
+    that name it is put below a key from the file's name, such as {"rng": ...}.
+
+    Args:
+        files: collects the files that are read.
+        group: the files, one for each rank.
+    """
     trees: list[Rank] = []
     by: dict[str, list[Rank]] = {"model": [], "optim": [], "rest": []}
     side = SIDE.match(group.pattern)
@@ -380,8 +392,13 @@ def _refuse_exchanged_files(files: Files, group: RankFileGroup, allow_equal_rank
 
 
 def _split_roles(tree: dict[Any, Any]) -> dict[str, object]:
-    """Split what a rank's file holds by role; return {role: the part of `tree` that has it}, with those of the roles
-    "model", "optim" and "rest" that it has."""
+    """Return {role: part} of what a rank's file holds, with the roles "model", "optim" and "rest".
+
+    A role of which the file holds nothing is left out.
+
+    Args:
+        tree: the unpickled dict: a state dict of a model or an optimizer, or a dict with these under usual keys.
+    """
     if "state" in tree and "param_groups" in tree:
         return {"optim": tree}
     whole = {k: v for k, v in tree.items() if k in (*_MODEL_KEYS, *_OPTIM_KEYS) and isinstance(v, dict)}
@@ -709,14 +726,20 @@ def format_step(x: object) -> str:
 
 
 def merge_other_state(files: Files, groups: dict[str, list[Rank]], taken: Mapping[Path, object]) -> Leaves:
-    """Merge scheduler, counters and random states: what is the same on all ranks once, anything else by rank, but of
-    a scheduler or a gradient scaler that of the first rank (`_merge_shared_state`). Random states in verl's and
-    SkyRL's files extra_state_world_size_{n}_rank_{r}.pt are each rank's own, also with one seed.
+    """Merge what ranks saved besides model and optimizer, such as scheduler, counters and random states.
+
+    What is equal on all ranks is kept once. Anything else is kept for each rank, with the rank in its path; but of a
+    scheduler or a gradient scaler the first rank's is the one that counts (`_merge_shared_state`). Random states in the
+    files extra_state_world_size_{n}_rank_{r}.pt of verl and SkyRL are kept for each rank even if they are equal.
 
     Args:
         files: the files read.
         groups: {pattern of the file names: what each rank has besides model and optimizer}.
-        taken: leaves found so far; what has the same first key goes below extra.<pattern>.
+        taken: the leaves read before, by path; an entry with the same first key as one of them goes below
+            extra.<pattern>.
+
+    Returns:
+        {path: leaf}.
 
     Raises:
         Corrupt: the ranks are at different steps.
@@ -755,14 +778,18 @@ def merge_other_state(files: Files, groups: dict[str, list[Rank]], taken: Mappin
 
 
 def _merge_shared_state(files: Files, found: Sequence[tuple[Rank, Leaves]], head: Path) -> Leaves:
-    """Merge a scheduler or gradient scaler, which all ranks of a job share, where ranks have it differently: the first
-    rank's, and those that differ below extra.per_rank.<rank>. A number of the rank in its path would make it one of
-    several schedulers.
+    """Merge a scheduler or gradient scaler that all ranks of a job share, but of which they saved different states.
+
+    The first rank's state is kept at `head`, and those that differ from it below extra.per_rank.<rank>, since a number
+    in the path of a scheduler would make it one of several.
 
     Args:
-        files: the files read; gets a note.
-        found: (rank, {path: leaf}) of the ranks that have one.
-        head: the path of the result, instead of the first key.
+        files: the files read; gets a note for the user.
+        found: (rank, {path: leaf}) of the ranks that have one, at least one.
+        head: the path of the result, in place of the first key of each leaf's path.
+
+    Returns:
+        {path: leaf}.
 
     Raises:
         Corrupt: the schedulers are at different steps.

@@ -102,7 +102,9 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
 
 def _read_manifest(source: Source) -> tuple[int, dict[_Key, dict[int, _Entry]]]:
-    """Return (world size, {keys of a path, without the rank: {rank: entry}}).
+    """Return (world size, {path as a tuple of keys, without the rank: {rank: entry}}) from .snapshot_metadata.
+
+    An entry is a dict as the JSON of the manifest has it, with its "type".
 
     Raises:
         Corrupt: it is not what torchsnapshot writes. Unsupported: YAML.
@@ -240,8 +242,12 @@ class _Reading:
         return out
 
     def _to_tree_path(self, key: _Key) -> Path:
-        """Return the path in the tree for the keys of an entry: positions in lists are integers, integer keys of dicts
-        are `Number`s.
+        """Return the path in the state dict that the keys of an entry stand for.
+
+        Positions in lists become integers, and integer keys of dicts become `Number`s; all other keys stay text.
+
+        Args:
+            key: the keys of the entry in the manifest, without the rank.
 
         Raises:
             Corrupt: an item of a list has no position.
@@ -289,7 +295,13 @@ class _Reading:
     # ---------------------------------------------------------------------------------------------------- entries
 
     def _read_leaf(self, path: Path, entry: _Entry) -> dict[Path, object]:
-        """Return {path: leaf} of an entry that is whole: one leaf, or those of an object with tensors in it.
+        """Return {path: leaf} of an entry that is not sharded.
+
+        It has several leaves only if it is a pickled object with tensors in it.
+
+        Args:
+            path: the path of the entry in the tree.
+            entry: the entry, as the manifest has it.
 
         Raises:
             Corrupt: the entry or its file is damaged. Unsafe: a pickle would run code. Unsupported: a type that is not

@@ -37,7 +37,7 @@ CANARY = "acid-canary"
 
 
 def describe_value(value: object) -> object:
-    """Return a value that a program has loaded as plain data, to compare it.
+    """Convert a value that the tested program has loaded to plain data, which can be compared.
 
     Returns:
         [dtype, shape, SHA-256 of the elements, row-major] of a tensor of torch or an array of numpy; str, bool, int,
@@ -70,11 +70,16 @@ def _import_program(path: str) -> object:
 
 
 def _describe_program(module: object, path: str) -> dict[str, object]:
-    """Return the first answer of this process: the name, the functions and the claims of the tested program.
+    """Return the first answer of this process, which describes the tested program.
 
     Args:
-        module: the program.
-        path: its file; the name of that is its name if it has no NAME.
+        module: the module of the program.
+        path: the program's file, whose stem is its name if it has no NAME.
+
+    Returns:
+        {"status": "ok", "name", "versions": {package: version}, "functions": those of load, save, list and verify that
+        it has, "claims": {layout: parts} that it handles, None if it declares none, "saves": the layouts that it
+        writes, "widens": whether it returns tensors as float32}.
     """
     return {
         "status": "ok",
@@ -88,7 +93,10 @@ def _describe_program(module: object, path: str) -> dict[str, object]:
 
 
 def _as_list_of_texts(given: Any) -> list[str]:
-    """Return a string as a list of one, and any other collection of strings as a list: ("weights") is not a tuple."""
+    """Return `given` as a list of strings: [given] if it is one string, otherwise its elements.
+
+    A program may declare ("weights"), which is a string and not a tuple.
+    """
     return [given] if isinstance(given, str) else list(given)
 
 
@@ -181,8 +189,19 @@ def _wait_for_process(child: int, seconds: float) -> tuple[bool, int]:
 
 
 def _answer_request(module: Any, request: dict[str, Any]) -> dict[str, object]:
-    """Return the answer to a request: copy the case to a temporary folder, call the function there in a fork, and look
-    for the canary."""
+    """Copy the case to a temporary folder, call the program's function there in a fork, and look for the canary.
+
+    The canary is a file that code in a malicious checkpoint makes.
+
+    Args:
+        module: the tested program.
+        request: {"function", "folder": of the case, "path": of the checkpoint in that folder, "about", "seconds": time
+            limit}; "path" and a path in "about" are changed to those in the copy.
+
+    Returns:
+        {"status": "ok", "canary": whether there is one, and what `_call_function` returned}; with "message" instead of
+        the latter if the status is "error", "hung" or "crashed".
+    """
     with tempfile.TemporaryDirectory(prefix="acid-") as work:
         case = os.path.join(work, "case")
         shutil.copytree(request["folder"], case, ignore=shutil.ignore_patterns("case.json", "expected*"))

@@ -54,7 +54,8 @@ class AcidResult:
 
     @property
     def summary(self) -> dict[str, dict[str, int]]:
-        """Return {"golden" or "broken": {verdict: how many there are}}, the most frequent first."""
+        """Return {"golden": counts, "broken": counts}: how often each verdict was given, {verdict: number}, the most
+        frequent first."""
         counted: dict[str, Counter[str]] = {"golden": Counter(), "broken": Counter()}
         for row in self.rows:
             counted["golden" if row.case.golden else "broken"].update(row.verdicts.values())
@@ -66,7 +67,8 @@ class AcidResult:
         return not any(v in FAILURES for row in self.rows for v in row.verdicts.values())
 
     def to_json(self) -> dict[str, object]:
-        """Return the result as plain data, as --json prints it."""
+        """Return the result as plain data, as --json prints it: the fields, with "cases" for `rows` and
+        "not_its_layout" for `others`, and "kit_version", "passed" and "summary"."""
         return {
             "program": self.program,
             "versions": dict(self.versions),
@@ -83,7 +85,7 @@ class _Session:
     """A process in which a program is imported; each call of its functions is a fork of it."""
 
     def __init__(self, program: str, python: str) -> None:
-        """Start it.
+        """Start the process, and read its first answer into `introduction`.
 
         Args:
             program: path of the program.

@@ -61,7 +61,8 @@ class Row:
             self.reasons |= dict.fromkeys(columns[:1], reason)
 
     def to_json(self) -> dict[str, object]:
-        """Return the row as plain data, as --json prints it."""
+        """Return the row as plain data, as --json prints it: "case" (its name), "kind" ("golden" or "broken"),
+        "layout", "fault" (None for a golden case), "verdicts" and "reasons"."""
         return {
             "case": self.case.name,
             "kind": "golden" if self.case.golden else "broken",
@@ -231,13 +232,23 @@ def _get_part_of_tensor(name: str) -> str:
 
 
 def _list_missing_names(case: Case, wanted: Collection[str], found: Collection[str]) -> set[str]:
-    """Return the expected names (`wanted`) that were not found, except those that are tied to one that was found."""
+    """Return the expected names that a program did not return, except those that are tied to a name that it returned.
+
+    Args:
+        wanted: the expected names.
+        found: the names that the program returned.
+    """
     tied = {name for names in case.tied if set(names) & set(found) for name in names}
     return set(wanted) - set(found) - tied
 
 
 def _describe_difference(found: object, wanted: object) -> str:
-    """Return how a digest or value differs from the expected one, as text for a reason."""
+    """Return, as text for a reason, how an entry differs from the expected one.
+
+    Args:
+        found, wanted: the entry that the program returned, and the expected one: [dtype, shape, SHA-256] of a tensor,
+            or a plain value.
+    """
     if isinstance(found, list) and isinstance(wanted, list) and found[:2] == wanted[:2]:
         return "other elements"
     texts = [f"{t[0]} {t[1]}" if isinstance(t, list) else str(t) for t in (found, wanted)]

@@ -148,7 +148,7 @@ class Archive(Source):
             )
 
     def _check_member_name(self, name: str) -> None:
-        """Raise Unsafe unless a member of this name may follow those that were found so far."""
+        """Raise Unsafe unless a member of this name may follow the members whose headers were read so far."""
         order = [plan.README, *_TAIL]
         before = next(reversed(self._members), None)
         data = len(self._members) - 1 if before and before.startswith("tensors-") else 0
@@ -286,7 +286,7 @@ class Archive(Source):
         return [] if folder else sorted([*self._members, *self._extra])
 
     def exists(self, name: str) -> bool:
-        """Return whether there is such a member or configuration file."""
+        """Return whether the archive has a member, or a configuration file in PROVENANCE.json, of this name."""
         return name in self._members or name in self._extra
 
     def size(self, name: str) -> int:

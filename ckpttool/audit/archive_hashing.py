@@ -115,8 +115,13 @@ class ArchiveHasher:
     """Frames of an archive, hashed by member and by tensor; `findings` is the damage that was met on the way."""
 
     def __init__(self, source: Source, file: str, archive: Archive | None) -> None:
-        """Prepare to hash the archive `file`; `archive` is None if its structure is damaged, and then the manifest is
-        searched for at its end."""
+        """Prepare to hash an archive.
+
+        Args:
+            source, file: the folder or bucket that contains the archive, and its name there.
+            archive: the open archive; None if its structure is damaged: the manifest is then searched for at the end of
+                the file.
+        """
         self.source, self.file, self.archive = source, file, archive
         self.file_bytes = source.size(file)
         self.found: records.Manifest | None = None
@@ -286,7 +291,8 @@ class ArchiveHasher:
         return k
 
     def compare(self) -> list[ArchiveFinding]:
-        """Compare the hashes with the recorded ones, after all frames were read.
+        """Compare the hashes of members and tensors with those in the manifest and SHA256SUMS, after all frames were
+        read.
 
         Returns:
             All findings. If no manifest was found, these are the damaged frames alone.

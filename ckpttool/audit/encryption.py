@@ -44,20 +44,28 @@ class _CallbackFile:
     """A file object for pyrage, to read from or to write to."""
 
     def __init__(self, give: Callable[[int], bytes] | None = None, take: Callable[[bytes], None] | None = None) -> None:
-        """Make a file object whose `read` calls `give`, or whose `write` calls `take`; None: it is not read, or not
-        written."""
+        """Make a file object that pyrage reads from or writes to.
+
+        Args:
+            give: called by `read` with a number of bytes; returns at most so many bytes, b"" at the end. None if the
+                file is not read.
+            take: called by `write` with the bytes to write. None if the file is not written.
+        """
         self._read_plain_bytes, self._queue_ciphertext = give, take
 
     def read(self, size: int) -> bytes:
+        """Return the next bytes of the file, at most `size`; b"" at the end."""
         assert self._read_plain_bytes is not None
         return self._read_plain_bytes(size)
 
     def write(self, data: bytes) -> int:
+        """Pass `data` to the callback, and return its number of bytes."""
         assert self._queue_ciphertext is not None
         self._queue_ciphertext(bytes(data))
         return len(data)
 
     def flush(self) -> None:
+        """Do nothing: this object has no buffer of its own."""
         return None
 
 

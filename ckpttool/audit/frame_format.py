@@ -69,6 +69,7 @@ class ThreadLocal(threading.local):
     """The compressors and decompressors of a thread."""
 
     def __init__(self) -> None:
+        """Start without compressors; threading.local calls this once in each thread that uses the object."""
         self.made: dict[str, Any] = {}
 
 

@@ -27,6 +27,13 @@ class DamagedFrame(Corrupt):
     code = "CKPT0425"
 
     def __init__(self, message: str, start: int, length: int) -> None:
+        """Make the error for one damaged frame.
+
+        Args:
+            message: the text of the error.
+            start: offset in the tar of the first byte that the frame contains.
+            length: number of bytes of the tar that the frame contains.
+        """
         super().__init__(message)
         self.start, self.length = start, length
 

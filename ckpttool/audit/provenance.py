@@ -163,19 +163,22 @@ def decode_config_files(record: Mapping[str, Any], what: str) -> dict[str, bytes
 
 
 def _is_text(x: object) -> bool:
+    """Return whether a value is a string."""
     return isinstance(x, str)
 
 
 def _is_list_of_texts(x: object) -> bool:
+    """Return whether a value is a list of strings; it may be empty."""
     return isinstance(x, list) and all(map(_is_text, x))
 
 
 def _is_dict_of_texts(x: object) -> bool:
+    """Return whether a value is a dict whose values are all strings; its keys are not checked."""
     return isinstance(x, dict) and all(map(_is_text, x.values()))
 
 
 def _is_count(x: object) -> bool:
-    """Return whether a value is a number of things, of type int."""
+    """Return whether a value is an int (not a bool) from 0 to 2**62 - 1."""
     return type(x) is int and 0 <= x < 1 << 62
 
 

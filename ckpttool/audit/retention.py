@@ -47,7 +47,8 @@ def format_time(time: datetime) -> str:
 
 
 def get_current_user() -> str:
-    """Return the name of the user that records are by, or the user ID if it has no name."""
+    """Return the name of the current user, which ledger entries and other records state; the user ID as text if the
+    user has no name."""
     import getpass
 
     try:

@@ -249,8 +249,10 @@ def _make_difference_error(signed: Any, resources: Sequence[tuple[str, str]]) ->
 
 
 def _shorten_reason(e: Exception) -> str:
-    """Return the text of an error of model_signing as one line of at most 200 characters; it has none for a wrong
-    signature."""
+    """Return the text of an error of model_signing as one line of at most 200 characters.
+
+    If the error has no text, as for a wrong signature, "it does not match the signed content" is returned.
+    """
     return printable(" ".join(str(e).split()).rstrip(".")[:200]) or "it does not match the signed content"
 
 

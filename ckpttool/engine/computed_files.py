@@ -46,6 +46,7 @@ class ComputedFiles:
     """
 
     def __init__(self, ckpt: Checkpoint) -> None:
+        """Start with the files of the index `ckpt`, and without computed files."""
         self.names, self.sizes = [*ckpt.files], [*ckpt.sizes]
         self.made: dict[str, PagedFile] = {}
         self.working_bytes = 0
@@ -59,12 +60,14 @@ class ComputedFiles:
         page: int,
         bytes_each: int = 4 * 8,
     ) -> Extent:
-        """Add the file of a tensor, or of a box of one, and return the place of its bytes.
+        """Add a computed file that contains one tensor, or a box of one, and return its extent (number of the file, 0,
+        bytes).
 
         Args:
-            name: of the file, for messages.
+            name: name of the computed file, for messages.
+            dtype, shape: torch's name of the dtype, and the shape, of the tensor or box.
             compute: returns elements [first, end), row-major, as an array whose bytes are those of `dtype`.
-            page: elements that are computed together, at most.
+            page: the most elements that one call of `compute` has to return.
             bytes_each: bytes of memory that computing an element takes; by default four steps in float64.
         """
         item, count = ITEMSIZE[dtype], prod(shape)
@@ -106,6 +109,7 @@ class BoxReader:
     """
 
     def __init__(self, ckpt: Checkpoint, source: Source, readers: int = 1) -> None:
+        """Choose the size of the buffers, which are allocated at the first read; the class describes the arguments."""
         self._ckpt, self._source = ckpt, source
         self._budget = IOBudget(1, max(256 << 10, min(4 << 20, (48 << 20) // (6 * readers))))
         self._reader: Reader | None = None

@@ -183,10 +183,11 @@ class _ByteRanges:
     """The byte ranges of files that some tensors consist of, merged."""
 
     def __init__(self, tensors: Iterable[TensorEntry]) -> None:
+        """Take the tensors whose chunks are the byte ranges; these are merged at the first call of `hold`."""
         self._tensors = tensors
 
     def hold(self, t: TensorEntry) -> bool:
-        """Tell whether all bytes of a tensor are in the ranges; True for one without bytes."""
+        """Tell whether the ranges contain every byte of the tensor `t`; True for a tensor without bytes."""
         import numpy as np
 
         files, first, last = _list_chunks([t])
@@ -202,8 +203,8 @@ class _ByteRanges:
 
     @cached_property
     def _merged(self) -> dict[int, tuple[_Numbers, _Numbers]]:
-        """{number of a file: (starts, ends) of the byte ranges in it}, sorted, with those that overlap or touch
-        merged."""
+        """Return {number of a file: (starts, ends) of the byte ranges in that file}, sorted by start; ranges that
+        overlap or touch are merged."""
         import numpy as np
 
         merged: dict[int, tuple[_Numbers, _Numbers]] = {}
@@ -305,7 +306,13 @@ def find_value_differences(
 
 
 def _is_left_by_dropped(v: Value, dropped: Iterable[Dropped]) -> bool:
-    """Return whether a value is the None that keeps the positions of a list where an element was dropped, or all that
-    was in one."""
+    """Return whether a value is a None in a list in place of an element that was dropped, as a whole or entry by entry.
+
+    The None keeps the positions of the list's other elements.
+
+    Args:
+        v: the value; the last part of its path is its position if it is an element of a list.
+        dropped: the entries that were dropped.
+    """
     name = joined(v.path)
     return v.data is None and type(v.path[-1]) is int and any(f"{d.name}.".startswith(f"{name}.") for d in dropped)

@@ -80,8 +80,8 @@ class ConvertResult(Shown):
     )
 
     def to_json(self) -> dict[str, object]:
-        """Convert to plain data; what was dropped is {"name", "bytes", "why"}, as in a dry run, and what was changed
-        {"name", "how"}."""
+        """Return the fields as plain data: "dropped" is a list of {"name", "bytes", "why"}, as in a dry run, and
+        "changed" one of {"name", "how"}."""
         dropped = [{"name": name, "bytes": nbytes, "why": why} for name, nbytes, why in self.dropped]
         changed = [{"name": name, "how": how} for name, how in self.changed.items()]
         return {**asdict(self), "dropped": dropped, "changed": changed}

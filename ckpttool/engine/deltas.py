@@ -79,8 +79,11 @@ def sort_delta_chain(deltas: list[Delta], where: str) -> list[Delta]:
 
 
 def _get_base_version(delta: Delta) -> str | None:
-    """Return the version that a delta applies to, None if unknown; if not recorded, the number before its own
-    version."""
+    """Return the version that a delta applies to; None if it is unknown.
+
+    If the delta does not record that version, and the delta's own version is a number, the number before that is
+    returned.
+    """
     if delta.base_version is None and (delta.version or "").isdigit():
         return str(int(str(delta.version)) - 1)
     return delta.base_version
@@ -106,7 +109,7 @@ class DeltaSummary(Shown):
     deltas: list[dict[str, object]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, object]:
-        """Return plain data; "kind" is "delta"."""
+        """Return the fields as plain data, {name of a field: value}, and "kind": "delta"."""
         return {"kind": "delta", **asdict(self)}
 
     def lines(self) -> Iterator[str]:

@@ -94,6 +94,8 @@ class TensorDifference:
     worst_name: str = ""
 
     def __str__(self) -> str:
+        """Return one line of text: the name, how many elements differ, the largest differences, and the indices of the
+        first and the worst element."""
         several = f" ({self.tensors:,} tensors)" if self.tensors > 1 else ""
         parts = [
             f"{self.name}{several}: {self.differing:,} of {self.elements:,} elements differ",
@@ -144,6 +146,8 @@ class ComponentDifference:
         self.moved = _divide_norms(self.distance, self.norm)
 
     def __str__(self) -> str:
+        """Return one line of text: how many tensors are equal, changed, in one checkpoint alone, ..., and the largest
+        differences if values differ."""
         counts = ", ".join(f"{getattr(self, k):,} {words}" for k, words in _COUNTS.items() if getattr(self, k))
         numbers = f"max abs {self.max_abs:.3g}, max rel {self.max_rel:.3g}, relative L2 {self.moved:.3g}"
         return f"{counts}; {numbers}" if self.close or self.changed else counts
@@ -182,7 +186,7 @@ class Difference(Shown):
     index: Checkpoint | None = field(default=None, compare=False)  # A, without bytes of tensors; not in JSON
 
     def __bool__(self) -> bool:
-        """Tell whether the two differ."""
+        """Return True if the two checkpoints differ by more than the tolerances allow, the opposite of `equal`."""
         return not self.equal
 
     def to_json(self) -> dict[str, object]:
@@ -253,7 +257,8 @@ class Difference(Shown):
         yield self.headline()
 
     def headline(self) -> str:
-        """Return how many tensors both have, and how many of them differ."""
+        """Return one line of text: whether the checkpoints are equal, how many tensors both have, and how many of these
+        differ."""
         close = f" ({self.within_tolerance} within the tolerance)" if self.within_tolerance else ""
         word = "equal" if self.equal else "different"
         return f"{word}: {count_noun(self.tensors, 'tensor')} in both, {self.changed:,} with other values{close}"
@@ -507,7 +512,7 @@ def _find_unlike_values(opened: OpenCheckpoint, other: Checkpoint) -> list[str]:
 
 
 def _describe_tensor(t: TensorEntry) -> str:
-    """Describe a tensor where the other checkpoint has a value of its name."""
+    """Return "a tensor DTYPE SHAPE", which is shown if the other checkpoint has a value of the same name."""
     return f"a tensor {t.dtype} {list(t.shape)}"
 
 
@@ -571,7 +576,8 @@ def _are_buffers_equal(p: memoryview, q: memoryview) -> bool:
 
 
 def stream_blocks(opened: OpenCheckpoint, names: list[str]) -> Iterator[Block]:
-    """Yield the blocks of some tensors, in the order of `names`."""
+    """Read the tensors `names` of an open checkpoint, in this order, and yield them as blocks (pieces of one tensor
+    each)."""
     ckpt = opened.checkpoint
     jobs = (StreamJob(n, ckpt.tensors[n]) for n in names)
     return Reader(opened.source, ckpt.files, ckpt.records).blocks(jobs)

@@ -101,6 +101,12 @@ class _Facts:
     """What a delta says of the two checkpoints; complete once all of its bytes have passed."""
 
     def __init__(self, after: Checkpoint, before: Checkpoint, ties: Mapping[str, str]) -> None:
+        """Start with the digests of the tensors without elements alone.
+
+        Args:
+            after, before: the indexes of the new and of the old checkpoint.
+            ties: {tensor of the new checkpoint: the tensor with the same bytes that is read in its place}.
+        """
         empty = blake3().hexdigest()
         self.after, self.before, self.ties, self.used = after, before, ties, set[str]()
         self.old_ties = tied_weights(before.tensors)
@@ -126,13 +132,13 @@ class _Facts:
         return [n for n in self.before.tensors if n not in self.old and self.old_ties.get(n, n) not in read]
 
     def note_old(self, name: str, digest: str) -> None:
-        """Record the digest of a tensor of the old checkpoint, also for the tensors tied to it."""
+        """Record the BLAKE3 hex digest of a tensor of the old checkpoint, also for the tensors tied to it."""
         same = self.old_ties.get(name, name)
         self.old |= dict.fromkeys([name, same, *(n for n, m in self.old_ties.items() if m == same)], digest)
         self.complete()
 
     def note_new(self, name: str, digest: str) -> None:
-        """Note the digest of a tensor of the new checkpoint."""
+        """Record the BLAKE3 hex digest of a tensor of the new checkpoint."""
         self.new[name] = digest
         self.complete()
 
@@ -173,6 +179,15 @@ class _Difference:
         readers: tuple[BoxReader, BoxReader],
         facts: _Facts,
     ) -> None:
+        """Prepare to compute the XOR of one tensor.
+
+        Args:
+            name, new: name of the tensor in the new checkpoint, and its entry in the index.
+            origin, old: the same of the tensor of the old checkpoint that it is XORed with; None if `new` is stored as
+                it is.
+            readers: (of the new checkpoint, of the old one).
+            facts: gets the digests of both tensors.
+        """
         self._name, self._new, self._old, self._readers, self._facts = name, new, old, readers, facts
         self._origin, self._at, self._hashes = origin, 0, (blake3(), blake3())
 

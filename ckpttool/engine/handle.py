@@ -51,6 +51,7 @@ class UnknownTensor(UsageError, KeyError):
     """The checkpoint has no tensor of that name. A KeyError too, as that of a dict."""
 
     def __str__(self) -> str:
+        """Return the message itself; a KeyError would show it in quotes."""
         return printable(str(self.args[0]))
 
 
@@ -101,6 +102,15 @@ class TensorHandle:
     """
 
     def __init__(self, opened: OpenCheckpoint, name: str) -> None:
+        """Make the handle of a tensor; no byte of it is read.
+
+        Args:
+            opened: the checkpoint, which has to be open when the tensor is read.
+            name: the tensor's canonical name.
+
+        Raises:
+            KeyError: the checkpoint has no such tensor.
+        """
         self._opened = opened
         self._entry = opened.checkpoint.tensors[name]
         #: The canonical name.
@@ -127,15 +137,27 @@ class TensorHandle:
         return self._entry.nbytes
 
     def __len__(self) -> int:
+        """Return the size of the first dimension.
+
+        Raises:
+            TypeError: the tensor has no dimensions.
+        """
         if not self.shape:
             raise TypeError(f'"{self.name}" has no dimensions, so it has no length.')
         return self.shape[0]
 
     def __repr__(self) -> str:
+        """Return a line with name, dtype, shape and size of the tensor; nothing is read."""
         size = human(self.nbytes)
         return f"<{type(self).__name__} {self.name}: {self.dtype} {list(self.shape)}, {size}>"
 
     def __iter__(self) -> Iterator[Any]:
+        """Yield `self[0]`, `self[1]`, ... along the first dimension, each read from the files only when asked for:
+        numpy arrays, or numpy scalars of a tensor with one dimension.
+
+        Raises:
+            TypeError: the tensor has no dimensions.
+        """
         return (self[i] for i in range(len(self)))
 
     @overload
@@ -169,6 +191,16 @@ class TensorHandle:
         return self._make_array(self._read((0,) * self.ndim, self.shape), self.shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> _Array:
+        """Read the whole tensor as a numpy array, as `numpy.asarray(handle)` asks for it.
+
+        Args:
+            dtype: numpy dtype of the result; None for that which `numpy` returns.
+            copy: as numpy passes it; False asks for an array without a copy.
+
+        Raises:
+            ValueError: `copy` is False.
+            CkpttoolError: what `numpy` raises.
+        """
         if copy is False:
             raise ValueError(f'"{self.name}" is in a file, so that every array of it is a copy.')
         found = self.numpy()

@@ -162,14 +162,17 @@ class Summary:
         write_text_file(Path(file), self.to_html(statistics, difference), make=False)
 
     def __repr__(self) -> str:
+        """Return a line with layout, path, step, number of tensors and size."""
         step = "" if self.step is None else f", step {self.step:,}"
         text = f"{self.layout} checkpoint {self.path}{step}, {count_noun(self.tensors, 'tensor')}, {human(self.bytes)}"
         return f"<Summary: {printable(text)}>"
 
     def __str__(self) -> str:
+        """Return the summary as text of several lines, as `draw_summary` draws it, without colours."""
         return _record_drawing(draw_summary(self)).export_text().rstrip("\n")
 
     def _repr_html_(self) -> str:
+        """Return the summary as HTML, which a notebook shows."""
         shape = '<pre style="line-height:1.2">{code}</pre>'
         return _record_drawing(draw_summary(self)).export_html(inline_styles=True, code_format=shape)
 

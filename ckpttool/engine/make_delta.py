@@ -19,7 +19,7 @@ __all__ = ["delta"]
 
 
 def _open_written_delta(dst: str | os.PathLike[str]) -> OpenCheckpoint:
-    """Open the delta that was written to a path or URL."""
+    """Open the delta that `delta` has just written to the path or URL `dst`."""
     made = open_own_delta(layouts.place(dst))
     assert made is not None
     return made

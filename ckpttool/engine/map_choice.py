@@ -34,11 +34,11 @@ NO_MAP = "none"
 
 
 def resolve_map_argument(asked: str) -> str:
-    """Return the form of a name map that a request stores: the name of a map that comes with ckpttool, or a file's
-    text.
+    """Return the name map that the user gave, so that it can be used without the user's file: the name of a map that
+    comes with ckpttool and "none" are returned as they are, for the path of a file the file's text is returned.
 
     Args:
-        asked: what the user gave: such a name, "none" (which is returned as it is), or the path of a file.
+        asked: the name of a map that comes with ckpttool, "none" for no map, or the path of a file with a map.
 
     Raises:
         UsageError: there is no such map.

@@ -55,7 +55,7 @@ class DerivedMap:
         return not (self.proposed or self.undecided_a or self.undecided_b)
 
     def headline(self) -> str:
-        """Return how many weights are decided, and how many are not."""
+        """Return a line of text: for how many weights the map is decided, and how many are proposed or undecided."""
         counts = {"proposed": len(self.proposed), "in A alone": len(self.undecided_a)}
         counts["in B alone"] = len(self.undecided_b)
         left = ", ".join(f"{n:,} {what}" for what, n in counts.items() if n)
@@ -190,12 +190,17 @@ def _read_checkpoint_model(opened: OpenCheckpoint) -> _Model:
 
 
 def _is_head(name: str) -> bool:
-    """Whether a name is that of an output layer, which models tie to their embedding."""
+    """Tell whether a name is that of an output layer, which models tie to their embedding."""
     return name.removesuffix(".weight").rpartition(".")[2] in _HEADS
 
 
 def _add_digests(model: _Model, other: _Model, opened: OpenCheckpoint, progress: Progress) -> None:
-    """Add digests to the weights of `model` whose shapes `other` has too; equal digests mean equal dtypes and bytes.
+    """Set the digest of each weight of `model` that has the shape of some weight of `other`, and None for the others;
+    equal digests mean equal dtypes and bytes.
+
+    Args:
+        opened: the checkpoint that `model` describes, whose tensors are read.
+        progress: called with ("digest", bytes read, bytes in all).
 
     Raises:
         Corrupt, SourceChanged: bytes are missing or damaged.

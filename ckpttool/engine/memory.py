@@ -92,7 +92,7 @@ class RankBytes(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Return the sum of the three, in bytes."""
+        """Get the bytes of parameters, gradients and optimizer state together."""
         return sum(self)
 
 
@@ -115,7 +115,7 @@ class _Held(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Return the number of elements."""
+        """Get the number of elements of the tensor."""
         return prod(self.shape)
 
 
@@ -271,7 +271,8 @@ def _count_slot_elements(shape: tuple[int, ...], slot: tuple[int, ...], n: int, 
 
     Args:
         shape, slot: shapes of the parameter and of the slot.
-        n: number of ranks that share it.
+        n: number of ranks over which the parameter is sharded.
+        rank: the rank's number among these, from 0.
     """
     if slot and shape and slot[0] == shape[0]:
         rows = -(-shape[0] // n)
@@ -281,7 +282,8 @@ def _count_slot_elements(shape: tuple[int, ...], slot: tuple[int, ...], n: int, 
 
 
 def _count_moment_bytes(h: _Held) -> float:
-    """Return the bytes of optimizer state for each element of a parameter; scalars are left out."""
+    """Return the bytes of optimizer state divided by the number of elements of the parameter; slots without dimensions
+    are left out."""
     return sum(prod(s) * w for s, w in h.slots if s) / max(1, h.numel)
 
 
@@ -306,6 +308,15 @@ class _State:
     """
 
     def __init__(self, ckpt: Checkpoint, request: SizeRequest) -> None:
+        """Collect the trained parameters and the optimizer's slots.
+
+        Args:
+            ckpt: the index of the checkpoint.
+            request: precision and optimizer of the job.
+
+        Raises:
+            UsageError: the request asks for the saved optimizer, and the checkpoint has none by parameter.
+        """
         self._ckpt, self._precision = ckpt, request.precision
         self.notes: list[str] = []
         own = [t for t in ckpt.tensors.values() if t.slot is not None]

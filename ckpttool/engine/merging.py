@@ -345,11 +345,14 @@ def _choose_adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool)
 def _read_adapter(
     theirs: OpenCheckpoint, request: MergeRequest, seen: lora.AdapterShape | None, wanted: str | None, given: bool
 ) -> _Adapter:
-    """Return an adapter of a checkpoint, with its config. The arguments are those of `_choose_adapters`.
+    """Return an adapter of a checkpoint, with its config.
 
     Args:
-        seen: the adapters in the checkpoint; None if there are none.
+        theirs: the checkpoint with the adapter.
+        request: the adapter's config, or the lora_alpha to use without one.
+        seen: names of the adapters whose tensors the checkpoint has; None if there are none.
         wanted: name of the adapter; None for the only one.
+        given: whether `theirs` is another checkpoint than the base model.
 
     Raises:
         UsageError: there is no adapter of that name, or an option contradicts adapter_config.json.
@@ -397,8 +400,13 @@ def _read_adapter(
 
 
 def _describe_left_files(base: OpenCheckpoint, chosen: Mapping[str, _Adapter], config: str | None) -> list[str]:
-    """Return a note on the tokenizer files beside adapters that are not those of the base model, as after a training
-    with new tokens or another chat template; [] if there are none. `config` is a folder or id of a model, or None."""
+    """Return a list of one note that names the files beside adapters, such as a tokenizer with new tokens, that differ
+    from the base model's and are not copied; [] if there are none.
+
+    Args:
+        chosen: {name: adapter}.
+        config: folder or id of a Hugging Face model with the base model's files; None if none was given.
+    """
     given = {n: data for a in chosen.values() for n, data in a.files.items() if n != model_files.ADAPTER_CONFIG}
     of_base = model_files.find_model_files(base.source, config, []).files if given else {}
     left = sorted(n for n, data in given.items() if of_base.get(n) != data)

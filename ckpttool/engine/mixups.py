@@ -243,10 +243,11 @@ def _find_copies_by_crc32(
     """Find files whose records, zeros aside, are all in a file of another rank, by length and CRC32.
 
     Args:
-        summed: {file: {piece of a tensor: the record that it lies in}}.
+        summed: {number of a file: {(tensor, number of a chunk in the file): (length, CRC32, offset of the chunk in it)
+            of the record that the chunk lies in, None if unknown}}.
 
     Yields:
-        (number of the file, number of the other rank's file).
+        (number of the file, number of the other rank's file), as indices of `ckpt.files`.
     """
     sets: dict[frozenset[tuple[int, int]], list[int]] = {}
     for file, found in summed.items():
@@ -295,11 +296,12 @@ def _find_proof_of_copy(
     """Find the largest tensor that shows one file to be a copy of another: a tensor with more than one distinct number.
 
     Args:
-        a, b: {piece of a tensor: the record that it lies in} of the two files.
+        a, b: {(tensor, number of a chunk): (length, CRC32, offset of the chunk in it) of the record that the chunk lies
+            in, None if unknown} of the two files.
         in_both: whether each file must have a part of the tensor.
 
     Returns:
-        Its name; None if there is none, or if `in_both` is set and the two parts of a common tensor differ.
+        The tensor's name; None if there is none, or if `in_both` is set and the records of a common tensor differ.
     """
     pieces = list(a)
     if in_both:
@@ -491,7 +493,7 @@ def refuse_mixed_steps(ckpt: Checkpoint, source: Source) -> None:
 
 
 def _group_names_by(names: Iterable[str], key: Mapping[str, int]) -> dict[int, list[str]]:
-    """Return {value: the names that `key` maps to it}."""
+    """Return {number: list of the names that `key` maps to that number}, in the order of `names`."""
     out: dict[int, list[str]] = {}
     for n in names:
         out.setdefault(key[n], []).append(n)

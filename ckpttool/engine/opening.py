@@ -97,16 +97,17 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
 
     @property
     def stored(self) -> Checkpoint:
-        """Return the index of the opened part, before any renaming."""
+        """Get the index of the opened part as it was read, before names or param groups were changed on opening."""
         return self.changes[0][1] if self.changes else self.checkpoint
 
     @property
     def location(self) -> str:
-        """Return the path of its folder, or of its first file if it is one file."""
+        """Get the path or URL of the checkpoint's folder, or of its first file if the checkpoint is no folder."""
         return self.source.root if self.folder else os.path.join(self.source.root, self.checkpoint.files[0])
 
     def recorded(self) -> Recorded | None:
-        """Return the content of the folder's ckpttool.json, which is read once; None if there is none."""
+        """Return the content of the ckpttool.json in the checkpoint's folder, which is read once; None if there is
+        none, or if the checkpoint is no folder."""
         if not self._record:
             self._record.append(read_record(self.source) if self.folder else None)
         return self._record[0]
@@ -326,12 +327,15 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
         return make_handle(self, name)
 
     def __iter__(self) -> Iterator[str]:
+        """Yield the canonical names of all tensors, in the order of the checkpoint."""
         return iter(self._get_named_index().tensors)
 
     def __len__(self) -> int:
+        """Return the number of tensors."""
         return len(self._get_named_index().tensors)
 
     def __contains__(self, name: object) -> bool:
+        """Tell whether the checkpoint has a tensor of this canonical name."""
         return name in self._get_named_index().tensors
 
     def keys(self) -> KeysView[str]:
@@ -346,6 +350,7 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
         return [*dir(Mapping), "checkpoint", "close", "layout", "location", "source"]
 
     def __repr__(self) -> str:
+        """Return a line with layout, place, number of tensors and bytes."""
         ckpt = self.checkpoint
         return (
             f"<{type(self).__name__} {ckpt.layout} {ckpt.root}: {count_noun(len(ckpt.tensors), 'tensor')}, "
@@ -353,13 +358,15 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
         )
 
     def __enter__(self) -> OpenCheckpoint:
+        """Return the checkpoint itself; the end of the `with` block closes its files."""
         return self
 
     def close(self) -> None:
-        """Close its files. Tensors cannot be read any more; what was read stays."""
+        """Close the checkpoint's files. Tensors cannot be read any more; arrays that were read stay valid."""
         self.source.close()
 
     def __exit__(self, *_: object) -> None:
+        """Close the checkpoint's files."""
         self.close()
 
 
@@ -390,9 +397,9 @@ class MergedCheckpoint(OpenCheckpoint):
             parts: the checkpoints that it is made of, each with the names of its tensors that weights are computed
                 from; the first also gives layout and options.
             checkpoint, source: the located index, and its files.
-            kept: {tensor of the first part that stays unchanged: its name there}.
-            left_behind: entries of the parts that it does not have.
-            selection: the part of the state that it has.
+            kept: {name of an unchanged tensor in the new checkpoint: its name in the first part}.
+            left_behind: entries of the parts that the new checkpoint does not have.
+            selection: the part of the state that the new checkpoint has.
         """
         first = parts[0][0]
         return cls(
@@ -819,8 +826,9 @@ def drop_unused_hints(path: CheckpointPath, options: OpenOptions) -> OpenOptions
 
 
 def compare_configs(a: OpenCheckpoint, b: OpenCheckpoint) -> dict[str, tuple[object, object]]:
-    """Return what differs in the configs beside two checkpoints, as `list_config_differences`; {} if the layout of one
-    of them has none in its folder."""
+    """Return what differs in the config.json and adapter_config.json beside two checkpoints: {"config.json: KEY":
+    (value of `a`, value of `b`)}, None for a key that one lacks; {} if the layout of one of the two keeps no configs in
+    its folder."""
     from ..huggingface.model_files import list_config_differences
 
     both = a.layout.keeps_config and b.layout.keeps_config
@@ -869,12 +877,14 @@ def _restore_original_values(ckpt: Checkpoint, record: Recorded | None) -> tuple
 
 
 def _split_shortened_lists(values: dict[str, Value], known: Mapping[str, str]) -> dict[str, Value]:
-    """Split lists of which elements were dropped, so that the other elements have the recorded names.
+    """Return the values with each list that lost elements in a conversion split into its elements, so that the elements
+    that remain have the names that were recorded.
 
     None at the place of a dropped element is left out.
 
     Args:
-        known: the names in the record of all values, as its keys.
+        values: {canonical name: value}.
+        known: {canonical name: digest} of the values before the conversion; only the names are used.
     """
     if lost := known.keys() - values.keys():
         values = split_lists(values, lost)

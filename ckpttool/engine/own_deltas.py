@@ -216,7 +216,7 @@ class _Applied:
     hasher: Any = None
 
     def compute(self, first: int, end: int) -> Array:
-        """Compute elements [first, end) as bytes.
+        """Compute elements [first, end) of the tensor after all deltas, and return their bytes as a uint8 array.
 
         Raises:
             Corrupt: the base's tensor, after all of it was read in order, does not have the digest that the delta was

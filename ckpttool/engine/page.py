@@ -146,6 +146,7 @@ class _Places:
     """Where the chunks of tensors lie: each arrangement once, since layers are alike."""
 
     def __init__(self, ckpt: Checkpoint) -> None:
+        """Begin without tensors; of `ckpt`, only the number of files is used."""
         self._files, self._boxes = len(ckpt.files), 0
         self._known: dict[object, int] = {}
         self._numbers: dict[object, dict[int, int]] = {}
@@ -154,10 +155,12 @@ class _Places:
         self.bytes_of: dict[str, list[float]] = {}
 
     def add(self, component: str, chunks: Chunks, item: float, shape: tuple[int, ...]) -> None:
-        """Add a tensor.
+        """Add the next tensor: append the number of its arrangement to `of_tensors`, and count its bytes in each file.
 
         Args:
-            item: bytes of an element; 0 if its bytes are counted for the tensor that it is tied to.
+            component: the component whose bytes the tensor is counted in.
+            chunks, shape: where the tensor's elements lie, and its shape.
+            item: bytes of an element; 0 if the tensor's bytes are counted for another one that it is tied to.
         """
         key = (chunks.ndim, shape, *(column.tobytes() for column in (chunks.start, chunks.shape, chunks.file)))
         if key not in self._known:

@@ -53,7 +53,7 @@ def open_patched(src: CheckpointPath, options: OpenOptions, model: layouts.Model
     """Open a checkpoint with the deltas of `options.apply` applied in their order.
 
     Args:
-        model: what `model_of(options)` returns.
+        model: what `collect_model_hints(options)` returns.
 
     Raises:
         Unsupported: a delta does not belong to the base, or to the delta before it.
@@ -279,6 +279,7 @@ class _Moves:
     """Byte ranges of files that are computed elsewhere, by file and offset."""
 
     def __init__(self) -> None:
+        """Begin without byte ranges; `add` adds them."""
         self._starts: dict[int, list[tuple[int, int, int]]] = {}  # file -> (first byte, end, computed file)
 
     def add(self, extent: Extent, computed: int) -> None:

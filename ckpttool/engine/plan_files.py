@@ -118,8 +118,13 @@ def _encode_tensor_layout(t: TensorEntry) -> bytes:
 
 
 def describe_plan(planned: Plan, running: RunOptions) -> dict[str, Any]:
-    """Describe a conversion that has not begun as plain data, as the module says. Two descriptions are equal if, and
-    only if, the conversions write the same bytes to the same place.
+    """Return the content of a plan file for a conversion that has not begun, as plain data: {"ckpttool", "id",
+    "source", "destination", "options", "entries", "notes"}, whose contents the module lists. Two descriptions are equal
+    if, and only if, the conversions write the same bytes to the same place.
+
+    Args:
+        planned: the conversion.
+        running: the options of running it, such as `force` and `verify`.
 
     Raises:
         UsageError: the source was given as an object, functions change it, or a URL has credentials.
@@ -211,7 +216,8 @@ def save_plan(path: str | os.PathLike[str], planned: Plan, running: RunOptions) 
 
 
 def read_plan(path: str | os.PathLike[str]) -> dict[str, object]:
-    """Read a plan file. Its content is not trusted; `refuse_outdated_plan` compares all of it with a new plan.
+    """Read a plan file and return its JSON object, of which only the types of the main keys were checked. Its content
+    is not trusted; `refuse_outdated_plan` compares all of it with a new plan.
 
     Raises:
         UsageError: there is no such file, or it is no plan.
@@ -289,10 +295,11 @@ def refuse_outdated_plan(plan: Mapping[str, object], now: Mapping[str, object]) 
 
 
 def _list_differences(plan: object, now: object, at: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield (the keys that lead to it, what is different) for each part of a plan that is different now.
+    """Yield (keys that lead to a part, how that part differs) for each part in which a plan differs from a new one.
 
     Args:
-        at: the keys that lead to this part.
+        plan, now: the same part of the plan and of the new plan; at first, both of them completely.
+        at: the keys that lead to this part; () at first.
     """
     if isinstance(plan, dict) and isinstance(now, dict):
         for key in {**plan, **now}:
@@ -316,7 +323,8 @@ def _abbreviate(data: object) -> str:
 def _list_set_fields(request: object) -> dict[str, object]:
     """Return {field: value} of a request, or of a layout's options, for fields that differ from their default.
 
-    {} for None.
+    Args:
+        request: an instance of a dataclass of options; None gives {}.
 
     Raises:
         UsageError: a field is not declared as an option, such as a password of a layout.

@@ -163,9 +163,11 @@ class Plan(Shown):
             yield f"left behind: {count_noun(len(dropped), 'entry', 'entries')}, first {dropped[0].name}"
 
     def __enter__(self) -> Plan:
+        """Return the plan itself; the end of the `with` block closes the source."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close the files of the source."""
         self.opened.source.close()
 
 
@@ -608,8 +610,15 @@ def _change_state(
 def _compute_tensors(
     opened: OpenCheckpoint, writing: WriteRequest, config: str | None, account: Account, target: layouts.Layout
 ) -> OpenCheckpoint:
-    """Dequantise weights, then apply the functions of the caller, as requested. The arguments are those of
-    `_change_state`.
+    """Dequantise weights, then apply the functions of the caller, as requested, and return the checkpoint with the
+    computed tensors.
+
+    Args:
+        opened: the source.
+        writing: which weights to dequantise, and the caller's functions.
+        config: folder or id of a Hugging Face model; None if none was given.
+        account: gets what changed.
+        target: the layout that will be written.
 
     Raises:
         Unsupported, UsageError: weights cannot be dequantised, or a tensor cannot be changed.
@@ -636,12 +645,13 @@ def _compute_tensors(
 def _replace_computed_tensors(
     opened: OpenCheckpoint, made: Checkpoint, source: Source, how: str, account: Account
 ) -> OpenCheckpoint:
-    """Return a checkpoint with tensors that were computed from it. The tensors that are gone become an input, so that
-    their recorded digests are compared.
+    """Return the checkpoint `opened` with the index and files of a state that was computed from it. Tensors with a
+    recorded digest that no longer applies are added to `inputs`, so that their old bytes are compared with it later.
 
     Args:
-        made, source: the new state, and the files that its tensors lie in.
-        how: what became of the tensors, for the account.
+        made, source: the index of the new state, and the files that its tensors lie in.
+        how: what was done to the tensors, in words: "dequantised".
+        account: gets what changed.
     """
     ckpt = opened.checkpoint
     inside = {n: t for n, t in ckpt.tensors.items() if n in ckpt.recorded and n not in made.recorded}
@@ -998,7 +1008,9 @@ def _explain_unread_files(opened: OpenCheckpoint, target: layouts.Layout, rows: 
     """Return the message of a conversion that stops because files of the checkpoint were not read.
 
     Args:
-        rows: these files.
+        opened: the source of the conversion.
+        target: the layout that was to be written.
+        rows: the files that were not read.
     """
     return (
         f"{opened.location} is read as {opened.layout.name}, which does not include these files of the same "

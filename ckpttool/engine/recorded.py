@@ -90,7 +90,7 @@ class Recorded(ByFields):
         }
 
     def values_of(self, selection: EntrySelection) -> dict[str, str]:
-        """Return the entries of `values` in a selection, {name: digest}."""
+        """Return {canonical name: recorded digest} of the values in a selection; {} if the record has no values."""
         return {n: d for n, d in (self.values or {}).items() if selection.holds(n)}
 
     def about(self, ckpt: Checkpoint) -> bool:

@@ -134,17 +134,17 @@ class _Save:
 
     @property
     def number(self) -> int | None:
-        """Return its step, or its epoch if it has no step; None if it has neither."""
+        """Get the number of the save's step, or of its epoch if its name has no step; None if it has neither."""
         return self.steps[0].number
 
     @property
     def complete(self) -> bool:
-        """Tell whether all checkpoints in it are complete."""
+        """Tell whether all checkpoints in the save are complete and without a known problem."""
         return all(s.complete and not s.problem for s in self.steps)
 
     @property
     def of_weights(self) -> bool:
-        """Tell whether its layouts hold the weights of a model alone, as an export beside the steps of a run."""
+        """Tell whether the save's layouts hold the weights of a model alone, as an export beside the steps of a run."""
         return all(
             (layout := layouts.find_by_checkpoint_layout(s.layout)) is not None and layout.of_weights
             for s in self.steps
@@ -152,7 +152,7 @@ class _Save:
 
     @property
     def modified(self) -> float:
-        """Return the time of the last change in it, in seconds since 1970; 0.0 if unknown."""
+        """Get the time of the last change in the save, in seconds since 1970; 0.0 if unknown."""
         return max((s.modified or 0.0 for s in self.steps), default=0.0)
 
 
@@ -252,6 +252,13 @@ class _Plan:
     """Which saves of a run go, and why the others stay."""
 
     def __init__(self, source: Source) -> None:
+        """List the saves in a folder, and open those of each run, from the newest on, until a complete one opens.
+
+        Raises:
+            UsageError: the folder is a checkpoint itself.
+            NotRecognised: no checkpoint in it has a step or an epoch in its name.
+            Corrupt: no step is complete.
+        """
         self.source = source
         found = list_steps(Place(source, None))
         if [s.name for s in found.steps] == [""]:
@@ -389,8 +396,11 @@ class _Plan:
         return ""
 
     def apply_policies(self, last: int | None, every: int | None, best: str | None, mode: str | None) -> None:
-        """Add to each save the policies that keep it; each run is judged separately. The arguments are those of
-        `prune_run`.
+        """Add to each save the policies that keep it; each run is judged separately.
+
+        Args:
+            last, every, best, mode: `keep_last`, `keep_every`, `keep_best` and `keep_best_mode` of `prune_run`; None if
+                not given.
 
         Raises:
             UsageError: the numbers of `best` are missing or ambiguous.

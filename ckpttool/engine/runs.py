@@ -262,7 +262,12 @@ def _find_checkpoints(where: Place) -> detection.Checkpoints:
 
 
 def _make_run_step(source: Source, c: FoundCheckpoint) -> RunStep:
-    """Return a checkpoint as a step of the run, with the time of its last change and the target of a link."""
+    """Return a checkpoint as a step of the run, with the time of its last change and, if its path is a link, where the
+    link leads.
+
+    Args:
+        source: the folder of the run.
+    """
     names = [c.name, *(_join_path(c.name, n) for n in _list_step_entries(source, c.name))]
     times = [t for n in names if (t := source.modified(n)) is not None]
     link = None
@@ -288,7 +293,7 @@ def _is_folder(source: Source, name: str) -> bool:
 
 
 def _join_path(folder: str, name: str) -> str:
-    """Return the path of an entry of a folder; the folder "" is the source itself."""
+    """Return FOLDER/NAME, relative to the source; `name` alone for the folder "", which is the source itself."""
     return f"{folder}/{name}" if folder else name
 
 
@@ -352,19 +357,20 @@ def _make_pointer(name: str, says: str, step: str, steps: Iterable[FoundCheckpoi
     """Return the pointer to a step; it has a problem if the step is incomplete.
 
     Args:
-        name: of the pointer.
-        says: what it contains.
-        step: name of the step.
+        name: the pointer's path, relative to the run.
+        says: what the pointer contains, as it stands there.
+        step: name of the step that the pointer names, which is one of `steps`.
+        steps: all steps of the run.
     """
     of = next(s for s in steps if s.name == step)
     return Pointer(name, says, step, "" if of.complete else f"names {step}, which is incomplete: {of.lacks}")
 
 
 def _find_step_at(source: Source, real: str, steps: Iterable[FoundCheckpoint]) -> str | None:
-    """Return the name of the step that contains a path; None if no step does.
+    """Return the name, relative to the run, of the step that a path is or lies in; None if there is no such step.
 
     Args:
-        real: the path, with links resolved.
+        real: the path, absolute and with links resolved.
     """
     for s in steps:
         at = os.path.realpath(os.path.join(source.root, s.name))
@@ -395,7 +401,7 @@ def find_pointers_in_values(ckpt: Checkpoint, step: RunStep, steps: Sequence[Run
 
 
 def _mark_step(s: RunStep, pointers: Iterable[Pointer]) -> RunStep:
-    """Return a step with `named_by` and `being_written` set."""
+    """Return a copy of a step with two fields set: `named_by`, the names of the pointers to it, and `being_written`."""
     named = tuple(dict.fromkeys(p.name for p in pointers if p.step == s.name))
     young = s.modified is not None and time.time() - s.modified < _WRITING
     return replace(s, named_by=named, being_written=young and (not s.complete or _is_ahead_of_pointer(s, pointers)))
@@ -487,7 +493,11 @@ def _move_newest_mark(steps: list[RunStep]) -> list[RunStep]:
 
 
 def place_step(source: Source, s: FoundCheckpoint) -> Place:
-    """Return the place of a step in the folder of its run."""
+    """Return the place from which a step is read: its folder, or its file and the folder that this lies in.
+
+    Args:
+        source: the folder of the run.
+    """
     folder, _, name = s.name.rpartition("/")
     return Place(source.below(s.name), None) if _is_folder(source, s.name) else Place(source.below(folder), name)
 
@@ -506,7 +516,8 @@ def try_open_step(source: Source, s: FoundCheckpoint) -> tuple[Checkpoint | None
 
 
 def _make_kind_key(source: Source, s: RunStep) -> object:
-    """Return a key that is equal for steps alike: layout, names of files without the step, and size within 6 %."""
+    """Return a key that is equal for steps of one kind: those with the same layout, the same names of files apart from
+    the step in them, and nearly the same size (within 6 %)."""
     names = frozenset(map(detection.strip_steps, _list_step_entries(source, s.name)))
     return s.layout, s.weights_only, names, int(s.bytes).bit_length(), (s.bytes << 4) >> int(s.bytes).bit_length()
 

@@ -55,7 +55,7 @@ class StatisticsRow:
     moved: float | None = None
 
     def cell(self, column: str) -> Any:
-        """Return the value of a row in one of `COLUMNS`."""
+        """Return the row's value in one of `COLUMNS`: a text, a number or a shape; None if there is none."""
         return getattr(self, column) if column in self.__dict__ else getattr(self.numbers, column)
 
 
@@ -85,8 +85,8 @@ class Statistics(Shown):
         return replace(self, rows=[_fold_rows(name, codes, rows) for (name, codes), rows in groups.items()])
 
     def sorted_by(self, column: str) -> Statistics:
-        """Return the same with rows sorted by one of `COLUMNS`: names ascending, numbers descending, and rows without
-        a number last.
+        """Return a copy with the rows sorted by one of `COLUMNS`: names and dtypes ascending, numbers descending, and
+        rows without a number last.
 
         Raises:
             UsageError: there is no such column.
@@ -157,7 +157,11 @@ class Statistics(Shown):
 
 
 def _make_descending_key(x: Any) -> tuple[bool, object]:
-    """Return a sort key that puts large numbers (of a shape: its elements) first, and None and NaN last."""
+    """Return a sort key that puts large numbers first, and None and NaN last; a shape counts as its number of elements.
+
+    Args:
+        x: a value of `StatisticsRow.cell`: a number, a shape, or None.
+    """
     if isinstance(x, tuple):
         x = math.prod(x)
     return (x is None or math.isnan(x), 0 if x is None or math.isnan(x) else -x)

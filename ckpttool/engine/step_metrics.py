@@ -83,7 +83,14 @@ def read_metrics(source: Source, where: str, steps: Mapping[str, int], by_epoch:
 def _read_run_log(
     source: Source, file: str, key: str, steps: Iterable[int], step_keys: tuple[str, ...]
 ) -> Iterator[tuple[int, float]]:
-    """Yield (step, number) for these steps from one file for all steps of the run.
+    """Yield (step, number) for the given steps from one file in which a trainer logs all steps of the run.
+
+    Args:
+        source: the folder of the run.
+        file: path of the file, absolute or relative to the run.
+        key: key of the number, dotted for nested objects.
+        steps: the wanted steps.
+        step_keys: keys under which an object of the file may have its step; the first that has an integer counts.
 
     Raises:
         UsageError: there is no such file, or a line of it is too long. Corrupt: it is neither JSON nor JSON objects,
@@ -121,7 +128,14 @@ def _read_run_log(
 def _find_listed_numbers(
     data: object, key: str, wanted: Iterable[int], step_keys: tuple[str, ...], file: str
 ) -> Iterator[tuple[int, float]]:
-    """Yield (step, number) for the wanted steps, from lists in JSON data whose objects name their step."""
+    """Yield (step, number) for the wanted steps, from lists in JSON data whose objects name their step.
+
+    Args:
+        data: the parsed JSON.
+        key: key of the number, dotted for nested objects.
+        step_keys: keys under which an object may have its step; the first that has an integer counts.
+        file: names the file in errors.
+    """
     for number in sorted(wanted):
         yield from ((number, x) for x in _find_numbers(data, key, number, step_keys, file, only_lists=True))
 
@@ -159,6 +173,8 @@ def _find_numbers(
     """Yield the numbers at a dotted key in JSON data; in a list, those of the objects of this step. A null is skipped.
 
     Args:
+        step_keys: keys under which an object may have its step; the first that has an integer counts.
+        file: names the file in errors.
         only_lists: yield only numbers in lists, since the data outside of them is not of one step.
 
     Raises:

@@ -308,7 +308,8 @@ def _describe_entries(ckpt: Checkpoint, found: Mapping[str, str]) -> dict[str, o
 
 
 def _get_component(name: str) -> str:
-    """Return the component in a name; the name may be one that the index does not list, of an element of a value."""
+    """Return the component that a canonical name begins with, such as "optim". The name need not be in the index: it
+    may be that of an array inside a value."""
     return name.partition(".")[0]
 
 
@@ -467,13 +468,14 @@ def compare_recorded_digests(opened: OpenCheckpoint, found: Mapping[str, str], o
 
 
 def _refuse_unequal_digests(mine: Mapping[str, object], theirs: Mapping[str, object], what: str) -> None:
-    """Raise if the digests of two sides, {name: digest} of tensors and values, are not equal.
+    """Raise an error if two sides do not have the same names with equal digests.
 
     Args:
-        what: the other side, for the message.
+        mine, theirs: {name of a tensor or value: its digest, or a tuple that includes it}.
+        what: names the side of `theirs` in the message.
 
     Raises:
-        Differs: with counts, and the first name.
+        Differs: they do not; the message has counts, and the first name.
     """
     wrong = sorted(n for n in mine if n in theirs and mine[n] != theirs[n])
     missing, extra = sorted(set(theirs) - set(mine)), sorted(set(mine) - set(theirs))
@@ -517,10 +519,15 @@ def check_source_digests(
 
 
 def _check_input_digests(part: OpenCheckpoint, progress: Progress, budget: IOBudget) -> None:
-    """Read the tensors that others were computed from once more, and check that they have their recorded digests.
+    """Read tensors that others were computed from once more, and check that they have their recorded digests.
+
+    Args:
+        part: the part of a source that has just these tensors; each has a recorded digest.
+        progress: called with ("digest", bytes done, bytes in all).
+        budget: memory and threads.
 
     Raises:
-        Corrupt: with the first tensor that has another.
+        Corrupt: a tensor has another digest; the message names the first.
     """
     ckpt = part.checkpoint
     if not ckpt.tensors:
@@ -531,10 +538,14 @@ def _check_input_digests(part: OpenCheckpoint, progress: Progress, budget: IOBud
 
 
 def _select_held_tensors(ckpt: Checkpoint, draft: Draft, cast: layouts.Cast) -> dict[str, TensorEntry]:
-    """Return {name: tensor} of the source's tensors that the destination holds, with their dtypes there.
+    """Return {canonical name in the source: tensor} of those tensors of the source that the destination contains, each
+    with the dtype that it has in the destination.
 
     Args:
-        cast: chooses the dtype of those that have another name in the destination.
+        ckpt: the index of the source.
+        draft: the destination.
+        cast: returns the dtype in the destination, from the name and the dtype in the source; for tensors that have
+            another name in the destination.
     """
     there = {n: t.dtype for n, t in draft.checkpoint.tensors.items()}
     there |= {n: dtype for n, (dtype, _, _) in digest_arrays_in_values(draft.checkpoint.values).items()}  # not cast

@@ -44,6 +44,11 @@ class Memo(dict[int, Any]):
         self._highest, self._seen = -1, 0  # of the numbers looked at, and how many these are
 
     def __missing__(self, n: int) -> object:
+        """Return object number `n`, which is in no entry of its own, from the added list that includes it.
+
+        Raises:
+            KeyError: no added list includes it.
+        """
         first = self.first_beside(n)
         return self.lists[first][n - first]
 
@@ -59,14 +64,14 @@ class Memo(dict[int, Any]):
         return self._firsts[k]
 
     def ends_before(self, n: int) -> bool:
-        """Return whether all numbers in use are below `n`."""
+        """Return whether all numbers that have an object, of single entries and of added lists, are below `n`."""
         new = islice(reversed(self), len(self) - self._seen)  # the last ones set
         self._highest, self._seen = max(self._highest, max(new, default=-1)), len(self)
         return self._highest < n
 
     def add(self, first: int, objects: list[Any]) -> None:
-        """Add the objects of a list under consecutive numbers from `first` on; all numbers in use must be below
-        `first`."""
+        """Add the objects of a list under consecutive numbers from `first` on; every number that already has an object
+        must be below `first`."""
         self._firsts.append(first)
         self.lists[first] = objects
         self._highest = first + len(objects) - 1
@@ -120,8 +125,9 @@ class CommonLists:
         return Memo()
 
     def find(self, data: bytes, at: int, memo: Memo) -> tuple[object, int] | None:
-        """Look for a list that an earlier pickle of this checkpoint has in the same bytes, and is not read again:
-        (list, position after its bytes), None if there is none. Its objects are added to the memo of the pickle.
+        """Look for the list that begins at a position of a pickle among the recorded lists of earlier pickles, so that
+        its bytes need not be read again, and return (the earlier list, position after its bytes); None if no recorded
+        list has the same bytes and meaning. The objects of the list are added to `memo`.
 
         Args:
             data: the bytes of the pickle.
@@ -137,8 +143,13 @@ class CommonLists:
 
     @staticmethod
     def _has_same_references(known: _CommonList, memo: Memo) -> bool:
-        """Return whether a recorded list means the same in another pickle: the numbers outside of the list are the same
-        objects in its memo, and the list's own numbers are not in use."""
+        """Return whether the bytes of a recorded list mean the same in another pickle.
+
+        Args:
+            known: the recorded list.
+            memo: the memo of the other pickle. In it, the numbers by which the list refers to objects outside of
+                itself must have the same objects, and the list's own numbers must be free.
+        """
         for n, x in known.outside.items():
             found = memo.get(n)
             if found is not x and not (type(found) is type(x) and found == x):
@@ -178,9 +189,10 @@ class CommonLists:
 
 
 def _parse_list(raw: bytes, memo: Memo) -> _CommonList | None:
-    """Parse the pickled bytes of a list into the record that is kept of it; None unless they are exactly one list whose
-    objects have consecutive numbers, as picklers write it, and whose instructions refer to anything outside by number
-    only.
+    """Parse the pickled bytes of a list, and return the record by which later pickles can reuse the list.
+
+    None is returned unless the bytes are exactly one list whose objects have consecutive memo numbers, as picklers
+    write it, and whose instructions refer to objects outside of the list by memo number only.
 
     Args:
         raw: bytes from the list's EMPTY_LIST to its last APPENDS.
@@ -220,8 +232,13 @@ def _parse_list(raw: bytes, memo: Memo) -> _CommonList | None:
 
 
 def _find_containers(objects: Iterable[object], known: set[int]) -> set[int] | None:
-    """Return the identities of all containers in `objects`, at any depth, without those in `known`; None if there is
-    anything but plain data and instances."""
+    """Return the identities, id(x), of all containers in `objects`, at any depth; None if there is anything but plain
+    data and instances.
+
+    Args:
+        objects: where to look.
+        known: identities of containers that are neither returned nor looked into.
+    """
     out: set[int] = set()
     todo = list(objects)
     while todo:

@@ -70,14 +70,31 @@ class _Checked:
     """A `ChangeStream` that hashes the tensor as it is changed, and compares its checksum in `finish`."""
 
     def __init__(self, stream: ChangeStream, algorithm: str, wanted: str, what: str) -> None:
+        """Wrap a stream.
+
+        Args:
+            stream: the change that is applied.
+            algorithm: "adler32", "sha256" or "xxh3-128".
+            wanted: the checksum, in hex, that the tensor must have after the change.
+            what: names the change in messages.
+
+        Raises:
+            Corrupt: the algorithm is unknown.
+        """
         self._stream, self._algorithm, self._wanted, self._what = stream, algorithm, wanted, what
         self._hasher = _make_hasher(algorithm, what)
 
     def apply(self, data: Bytes) -> None:
+        """Change the next bytes of the tensor, an array of uint8, in place, and hash the result."""
         self._stream.apply(data)
         self._hasher.update(data.data)
 
     def finish(self) -> None:
+        """Check, after the last byte of the tensor, that the change is used up and the tensor has the wanted checksum.
+
+        Raises:
+            Corrupt: some of the change is left, or the checksum is another.
+        """
         self._stream.finish()
         if (found := self._hasher.hexdigest()) != self._wanted:
             raise Corrupt(
@@ -94,14 +111,16 @@ class _Adler32:
         self._value = 1
 
     def update(self, data: memoryview) -> None:
+        """Include the next bytes in the checksum."""
         self._value = zlib.adler32(data, self._value)
 
     def hexdigest(self) -> str:
+        """Return the checksum of all bytes so far, as 8 hexadecimal digits."""
         return f"{self._value:08x}"
 
 
 def _make_hasher(algorithm: str, what: str) -> Any:
-    """Return a hash object with `update` and `hexdigest`.
+    """Return a new hash object with the methods `update(bytes)` and `hexdigest()`, as those of hashlib have.
 
     Args:
         algorithm: "adler32", "sha256" or "xxh3-128".
@@ -127,6 +146,7 @@ class _Slice:
     """The bytes of a payload as a file that zstandard reads."""
 
     def __init__(self, source: Source, payload: Payload) -> None:
+        """Take the source (folder) that the payload's file is in, and the payload."""
         self._source, self._file = source, payload.file
         self._at, self._end = payload.slot.offset, payload.slot.offset + payload.slot.length
 
@@ -141,6 +161,14 @@ class _Xor:
     """A zstd frame of bytes to XOR a tensor with."""
 
     def __init__(self, source: Source, patch: TensorPatch, dtype: str, numel: int, what: str) -> None:
+        """Open the frame.
+
+        Args:
+            source: the folder of the delta.
+            patch: the change, which has one payload.
+            dtype, numel: not used; `_Sparse` needs them.
+            what: names the change in messages.
+        """
         import zstandard
 
         self._what, self._errors = what, zstandard.ZstdError
@@ -148,6 +176,11 @@ class _Xor:
         self._reader = decoder.stream_reader(cast(Any, _Slice(source, patch.payloads[0])), read_size=_BLOCK)
 
     def apply(self, data: Bytes) -> None:
+        """XOR the next bytes of the tensor, an array of uint8, with the next bytes of the frame, in place.
+
+        Raises:
+            Corrupt: the frame is damaged, or ends before `data` does.
+        """
         import numpy as np
 
         at = 0
@@ -159,6 +192,11 @@ class _Xor:
             at += len(part)
 
     def finish(self) -> None:
+        """Check that the frame has no bytes left after the last byte of the tensor.
+
+        Raises:
+            Corrupt: bytes are left, or the frame is damaged.
+        """
         if self.read_bytes(1):
             raise Corrupt(f"{self._what} is longer than the tensor: it is of another.", code="CKPT0406")
 
@@ -178,6 +216,15 @@ class _Sparse:
     """Positions in ascending order, and the numbers that go there."""
 
     def __init__(self, source: Source, patch: TensorPatch, dtype: str, numel: int, what: str) -> None:
+        """Prepare to read positions and numbers, block by block.
+
+        Args:
+            source: the folder of the delta.
+            patch: the change, which has two payloads: positions, and the numbers that go there.
+            dtype: torch's name of the tensor's dtype.
+            numel: number of the tensor's elements.
+            what: names the change in messages.
+        """
         import numpy as np
 
         self._source, self._patch, self._what = source, patch, what
@@ -187,6 +234,14 @@ class _Sparse:
         self._last = -1
 
     def apply(self, data: Bytes) -> None:
+        """Put the changed numbers into the next bytes of the tensor, in place.
+
+        Args:
+            data: an array of uint8 that holds whole elements.
+
+        Raises:
+            Corrupt: positions do not ascend, or are beyond the end of the tensor.
+        """
         rows = data.reshape(-1, self._item)
         end = self._first + len(rows)
         while True:
@@ -226,6 +281,11 @@ class _Sparse:
         return True
 
     def finish(self) -> None:
+        """Check, after the last byte of the tensor, that no position is left.
+
+        Raises:
+            Corrupt: some are left.
+        """
         if self._left or len(self._at):
             raise Corrupt(f"{self._what} has positions behind the end of the tensor.", code="CKPT0406")
 

@@ -36,7 +36,16 @@ class CommonList(list[Any]):
 
 
 def dump(obj: object, persistent: PersistentId | None = None) -> bytes:
-    """Return an object as a pickle; arguments and errors are those of `dump_pieces`."""
+    """Return an object as a pickle of protocol 2, as torch writes it.
+
+    Args:
+        obj: plain data, `Global` and `Opaque`.
+        persistent: returns the persistent id of a tensor's storage, or None for anything else; None if there are no
+            tensors.
+
+    Raises:
+        TypeError: an object is of a type that no checkpoint has.
+    """
     return b"".join(dump_pieces(obj, persistent))
 
 

@@ -110,6 +110,7 @@ class Global(NamedTuple):
     name: str
 
     def __str__(self) -> str:
+        """Return "module.name", such as "torch.float32"."""
         return f"{self.module}.{self.name}"
 
 
@@ -158,6 +159,13 @@ class Opaque:
     __slots__ = ("_keys", "args", "call", "cls", "dict_items", "label", "list_items", "state")
 
     def __init__(self, cls: Global, args: tuple[Any, ...], call: bool = False) -> None:
+        """Make an instance without state and items.
+
+        Args:
+            cls: the class, or the function that the pickle calls to make the instance.
+            args: the arguments of the call, or of `__new__`.
+            call: True when the pickle calls `cls` (REDUCE), False when it uses `cls.__new__` (NEWOBJ).
+        """
         self.cls, self.args, self.call = cls, args, call
         self.label: int | None = None
         self.state: Any = None
@@ -202,6 +210,7 @@ class Opaque:
         return (self.cls, self.args, self.state, self.list_items, self.dict_items)
 
     def __eq__(self, other: object) -> bool:
+        """Return whether another object is an `Opaque` of the same class with equal contents, made in the same way."""
         if not isinstance(other, Opaque) or (self.call, self.label) != (other.call, other.label):
             return False
         return self.parts() == other.parts()
@@ -209,6 +218,7 @@ class Opaque:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
+        """Return the name of the class in angle brackets, "<module.name>"; the contents are left out."""
         return f"<{self.cls}>"
 
 
@@ -224,14 +234,19 @@ def _encode_text(text: str, encoding: str) -> bytes:
 
 
 def _make_complex(real: float, imag: float) -> complex:
+    """Return a complex number, in place of Python's own constructor: both parts are converted to float."""
     return complex(float(real), float(imag))
 
 
 def _fill_dict(out: dict[object, object], items: Any = ()) -> dict[object, object]:
-    """Add (key, value) pairs to a dict, and return it.
+    """Add (key, value) pairs from a pickle to a dict, where every key must be new, and return the same dict.
+
+    Args:
+        out: the dict.
+        items: the pairs, as the pickle has them.
 
     Raises:
-        Unsafe: a key is there already, or its hashing has no bound.
+        Unsafe: `out` has a key already, or its hashing has no bound.
     """
     for k, v in items:
         _set_new_key(out, k, v)
@@ -508,8 +523,13 @@ _OBJECT = tuple(Global(module, "object") for module in _BUILTINS)
 
 
 def _holds_dangerous_class(x: object) -> bool:
-    """Return whether a value, or an element of a tuple of arguments, is a class or function of a module whose objects
-    act; used for functions that would be called later (of a partial, the factory of a defaultdict)."""
+    """Return whether a value, or an element of a tuple, is a class or function that must not be called
+    (`is_dangerous`). This checks functions that would be called later: that of a functools.partial, the factory of a
+    defaultdict.
+
+    Args:
+        x: a value, or a tuple of arguments, from a pickle.
+    """
     todo = list(x) if isinstance(x, tuple) and not isinstance(x, Global) else [x]
     return any(
         isinstance(v, Global) and is_dangerous(v) and not (v.module in _BUILTINS and v.name in _TYPES) for v in todo
@@ -540,10 +560,14 @@ def _make_bytearray(raw: object) -> bytearray:
 
 
 def _make_flat_set(kind: Any, items: Any) -> object:
-    """Make a set or frozenset (`kind`) of members that hash in bounded time.
+    """Return a set or frozenset of some members, all of which must hash in bounded time.
+
+    Args:
+        kind: the type, `set` or `frozenset`.
+        items: the members, as the pickle has them.
 
     Raises:
-        Unsafe: a member does not.
+        Unsafe: a member does not hash in bounded time.
     """
     for x in items:
         _check_key(x)

@@ -57,7 +57,9 @@ def run_in_child(function: str, argument: str, work_bytes: int, text: bytes = b"
     it returns. Errors are those of `stream_from_child`.
 
     Args:
-        function, argument, work_bytes: as for `stream_from_child`.
+        function: "module:function"; it reads all of stdin first, and then returns bytes or yields parts of them.
+        argument: the string, with which messages begin.
+        work_bytes: size of the input in bytes, which determines the limits; 0 for 20 seconds and unlimited memory.
         text: what the child reads from stdin.
     """
     return stream_from_child(function, argument, work_bytes, [text], lambda out: out.read())

@@ -304,8 +304,8 @@ def _read_mesh(mesh: dict[str, Any], read_at: ReadAt, what: str) -> tuple[list[i
 
 
 def _read_mesh_call(device: object, ranks: Any, named: Any) -> tuple[list[int], list[int], int | None, int | None]:
-    """Read the arguments of the pickled call that creates a one-dimensional DeviceMesh (`make_mesh`), and return what
-    `_read_mesh` returns.
+    """Read the arguments of the pickled call that creates a one-dimensional DeviceMesh (`make_mesh`): ([size of the
+    mesh], [the rank's coordinate], the rank, number of ranks), the last two never None.
 
     Args:
         device: type of the devices, which is ignored.

@@ -48,6 +48,7 @@ class _Text(str):
     __slots__ = ()
 
     def __repr__(self) -> str:
+        """Return the text itself, without quotation marks."""
         return str(self)
 
 

@@ -61,6 +61,7 @@ class StoredTensor(NamedTuple):
     wrapper: str = ""
 
     def __repr__(self) -> str:
+        """Return dtype and shape, such as "<float32 tensor [2, 3]>"."""
         return f"<{self.dtype} tensor {list(self.shape)}>"
 
     @property

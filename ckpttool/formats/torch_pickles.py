@@ -40,7 +40,14 @@ class _StorageRef(NamedTuple):
 
 
 def pickle_tree(tree: object) -> bytes:
-    """Make the bytes of data.pkl as `pickle_pieces` does."""
+    """Return data.pkl, the pickle in a torch.save file, as bytes.
+
+    Args:
+        tree: plain values, with a `TensorRef` for every tensor.
+
+    Raises:
+        TypeError: an object in it is of a type that no checkpoint has.
+    """
     return b"".join(pickle_pieces(tree))
 
 

@@ -143,7 +143,9 @@ def read_directory(read_at: ReadAt, base: int, length: int, what: str) -> dict[s
     legacy file, which is no zip.
 
     Args:
-        read_at, base, length, what: as for `read`.
+        read_at: reads bytes (offset, length) of the file that contains the torch.save file.
+        base, length: offset and size of the torch.save file in that, in bytes.
+        what: names the file in messages.
 
     Raises:
         Corrupt, Unsafe: as `read_zip_records` raises them; or torch.save did not write the zip.
@@ -316,10 +318,11 @@ def find_storages(
 
 
 def _parse_storage_id(pid: object, what: str) -> tuple[str | None, str, int]:
-    """Parse the persistent id of a storage: (dtype or None for an untyped storage, key, number of elements).
+    """Parse the persistent id by which a pickle refers to a storage: (torch's name of the dtype, None for an untyped
+    storage; key of the storage; number of elements, which are bytes for an untyped storage).
 
     Args:
-        pid: the persistent id.
+        pid: the persistent id, ("storage", class, key, device, number of elements).
         what: names the file in messages.
 
     Raises:
@@ -389,7 +392,10 @@ def rebuild_from_type(what: str, func: object, cls: object, args: object, state:
 
     Args:
         what: names the file in messages.
-        func, cls, args, state: the arguments of the call.
+        func: the function that rebuilds the tensor: a stand-in of ours, or `WRAPPER` for a tensor subclass.
+        cls: the class of the tensor.
+        args: the arguments of `func`, a tuple.
+        state: the pickled attributes of the tensor.
 
     Raises:
         Unsupported: it is one rank's part of a tensor, or nested, or has an attribute that replaces its numbers.

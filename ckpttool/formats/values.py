@@ -123,10 +123,10 @@ class _Writer:
         return f"{{{inner}}}" if plain else f'{{"$dict": [{inner}]}}'
 
     def text(self, x: Any) -> str:
-        """Return the text of any value.
+        """Return the JSON of a value of any type that a checkpoint can have.
 
         Raises:
-            Unsupported: it holds itself, is nested too deep, or is of a type that no checkpoint has.
+            Unsupported: the value contains itself, is nested too deep, or is of a type that no checkpoint has.
         """
         kind = type(x)
         leaf = _LEAVES.get(kind)
@@ -146,7 +146,7 @@ class _Writer:
             self.above.discard(id(x))
 
     def container(self, x: Any, kind: type) -> str:
-        """Return the text of a value that holds others; `kind` is its type.
+        """Return the JSON of a value that contains others; `kind` is the value's type.
 
         Raises:
             Unsupported: it is of a type that no checkpoint has, or refers to an instance that it does not hold.
@@ -181,11 +181,11 @@ class _Writer:
         )
 
     def items(self, x: Iterable[object]) -> str:
-        """Return the text of a list of values."""
+        """Return the JSON of some values as a list."""
         return f"[{', '.join(map(self.text, x))}]"
 
     def instance(self, x: Opaque) -> str:
-        """Return the text of what is inside the braces of an instance's "$object".
+        """Return the JSON of an instance without its outer braces: '"class": [...], "args": [...]', for "$object".
 
         Raises:
             Unsupported: two instances have one label.
@@ -233,22 +233,26 @@ def _format_name(name: object) -> str:
 
 
 def _write_str(x: str) -> str:
+    """Return the JSON of a text: a string, or {"$str": its bytes in hex} if it has lone surrogates."""
     if _is_valid_unicode(x):
         return json.encoder.encode_basestring(x)  # `json.dumps` makes an encoder for each text
     return f'{{"$str": "{x.encode("utf-8", "surrogatepass").hex()}"}}'
 
 
 def _write_int(x: int) -> str:
+    """Return the JSON of an integer: a number, or {"$int": hexadecimal digits} if it has many bits."""
     return str(x) if x.bit_length() <= _PLAIN_INT_BITS else f'{{"$int": "{x:x}"}}'
 
 
 def _write_float(x: float) -> str:
+    """Return the JSON of a float: a number, or {"$float": "inf", "-inf" or "nan:" and its bits in hex}."""
     if isfinite(x):
         return repr(x)
     return f'{{"$float": "{x if x == x else "nan:" + struct.pack(">d", x).hex()}"}}'
 
 
 def _write_tensor(x: Inline) -> str:
+    """Return the JSON of a small tensor: {"$tensor": {"dtype", "shape", "data" (base64)}}."""
     row = {"dtype": x.dtype, "shape": list(x.shape), "data": base64.b64encode(x.data).decode()}
     return f'{{"$tensor": {json.dumps(row)}}}'
 
@@ -317,10 +321,14 @@ def decode(data: bytes, what: str) -> dict[str, Value]:
 
 
 def _read_row(name: object, row: object) -> Value:
-    """Read path and data of the value `name` from its entry.
+    """Return the value that an entry of values.json represents.
+
+    Args:
+        name: the key of the entry, the name of the value.
+        row: the entry, of parsed JSON, with the path and the data of the value.
 
     Raises:
-        ValueError: they are something else, or the path is not that of the name.
+        ValueError: the entry is something else, or its path is not that of the name.
     """
     if type(name) is not str or type(row) is not dict or list(row) != ["path", "data"] or type(row["path"]) is not list:
         raise ValueError(f"the entry {_format_name(name)!r} is not a path and data")
@@ -370,7 +378,11 @@ def _read_list(x: object, depth: int) -> list[object]:
 
 
 def _read_pair(x: object, depth: int) -> tuple[object, object]:
-    """Return the (key, value) that a list of two represents; `depth` is that of `_read_list`.
+    """Return the (key, value) that a list of two represents.
+
+    Args:
+        x: the list, of parsed JSON.
+        depth: how many lists and dicts of JSON contain its items.
 
     Raises:
         ValueError: it is something else.
@@ -380,7 +392,11 @@ def _read_pair(x: object, depth: int) -> tuple[object, object]:
 
 
 def _read_dict(x: object, depth: int) -> dict[object, object]:
-    """Read a dict from a list of [key, value].
+    """Return the dict that a list of [key, value] represents.
+
+    Args:
+        x: the list, of parsed JSON.
+        depth: how many lists and dicts of JSON contain its items.
 
     Raises:
         ValueError: it is something else.
@@ -390,8 +406,11 @@ def _read_dict(x: object, depth: int) -> dict[object, object]:
 
 
 def _read_pairs(x: object, depth: int) -> list[tuple[object, object]]:
-    """Return the items of a dict, [(key, value)], that a list of [key, value] represents; `depth` is that of
-    `_read_list`.
+    """Return the items of a dict, [(key, value)], that a list of [key, value] represents.
+
+    Args:
+        x: the list, of parsed JSON.
+        depth: how many lists and dicts of JSON contain its items.
 
     Raises:
         ValueError: it is something else.
@@ -435,7 +454,11 @@ def _read_float(x: Any) -> float:
 
 
 def _read_complex(x: object, depth: int) -> complex:
-    """Return the complex number that a list of real and imaginary part represents; `depth` is that of `_read_list`.
+    """Return the complex number that a list of real and imaginary part represents.
+
+    Args:
+        x: the list, of parsed JSON.
+        depth: how many lists and dicts of JSON contain its items.
 
     Raises:
         ValueError: it is not two floats.
@@ -447,7 +470,11 @@ def _read_complex(x: object, depth: int) -> complex:
 
 
 def _read_global(x: object, depth: int) -> Global:
-    """Return the `Global` that a list of module and name represents; `depth` is that of `_read_list`.
+    """Return the `Global` that a list of module and name represents.
+
+    Args:
+        x: the list, of parsed JSON.
+        depth: how many lists and dicts of JSON contain its items.
 
     Raises:
         ValueError: it is something else.
@@ -460,7 +487,11 @@ _PARTS = {"class", "call", "label", "args", "state", "list", "dict"}
 
 
 def _read_object(x: object, depth: int) -> Opaque:
-    """Read the record of an instance from the content of its "$object".
+    """Return the instance that the content of an "$object" represents.
+
+    Args:
+        x: the content, {"class", "args", ...}, of parsed JSON.
+        depth: how many lists and dicts of JSON contain the values in it.
 
     Raises:
         ValueError: it has no class, or keys that objects do not have.
@@ -487,7 +518,11 @@ def _check_label(x: object) -> int:
 
 
 def _read_tensor(x: object, depth: int) -> Inline:
-    """Read a small tensor from its dtype, shape and data in base64.
+    """Return the small tensor that the content of a "$tensor" represents.
+
+    Args:
+        x: the content, {"dtype", "shape", "data" (base64)}, of parsed JSON.
+        depth: not used.
 
     Raises:
         ValueError: torch has no such dtype or shape, or the bytes are not as many.

@@ -285,7 +285,9 @@ def _find_data_offset(record: ZipRecord, header: int, n: int, end: int, root: st
     Args:
         record: the record, from the directory.
         header, n: offset of the local header in the zip, and bytes of the name.
-        end, root, what: as for `_locate_data`.
+        end: offset in the zip of its directory, before which the record must end.
+        root: the folder that all records are in.
+        what: names the file in messages.
         head: the bytes of the local header, name included.
 
     Raises:

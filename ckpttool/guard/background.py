@@ -78,6 +78,12 @@ class Guard:
         max_rate: int | None = None,
         norm_jump: float = 10.0,
     ) -> None:
+        """Make a guard; nothing is verified before `check` is called. The docstring of the class explains the
+        arguments.
+
+        Raises:
+            UsageError: an argument makes no sense.
+        """
         if on_fault not in ("warn", "raise") and not callable(on_fault):
             raise UsageError(
                 f"{argument('on_fault', on_fault)}: it must be 'warn', 'raise' or a function.", code="CKPT0203"
@@ -100,12 +106,13 @@ class Guard:
     # --------------------------------------------------------------------------------------------- in the training job
 
     def check(self, path: str | os.PathLike[str], future: Any = None) -> None:
-        """Verify a save in the background; returns at once.
+        """Queue a save to be verified in the background, and return at once. On ranks other than 0, nothing is
+        verified.
 
         Args:
             path: the folder or file that was saved, or that is being written.
-            future: what `dcp.async_save` returned for this save; None if the save is finished, or if its files show
-                when it is.
+            future: the future, or the AsyncSaveResponse, that `dcp.async_save` returned for this save; None if the save
+                is finished, or if its files show when it is.
 
         Raises:
             CkpttoolError: for an earlier save, as `poll`.
@@ -126,8 +133,9 @@ class Guard:
             self._report_unproved_save(name, str(e))
 
     def poll(self) -> None:
-        """Raise the faults that were found since the last call, or pass them to the function `on_fault`; returns at
-        once.
+        """Report the faults that were found in saves since the last call, and return at once. The first fault that is
+        to be raised is raised; where `on_fault` is a function, it is called with the event of the journal (a dict) for
+        each bad save.
 
         Raises:
             Corrupt: with on_fault="raise", a save is bad.
@@ -141,14 +149,14 @@ class Guard:
                 self._on_fault(found)
 
     def finish(self, timeout: float | None = None) -> list[str]:
-        """Wait until all saves are verified, or until the time limit, and stop. A warning names each save that was not
-        read.
+        """Wait until all saves are verified, or until the time limit, and stop verifying. A warning names each save
+        that was not read.
 
         Args:
-            timeout: seconds to wait; None for those of the guard.
+            timeout: seconds to wait; None for the `timeout` of the guard.
 
         Returns:
-            The paths of the saves that were not read by then.
+            The absolute paths of the saves that were not read by then; [] if all were.
 
         Raises:
             CkpttoolError: as `poll`.
@@ -161,8 +169,8 @@ class Guard:
         return left
 
     def stop(self) -> list[str]:
-        """Stop verifying, without waiting for saves that are not read yet; returns their paths, after a warning for
-        each."""
+        """Stop verifying, without waiting for saves that are not read yet. Return the absolute paths of these saves,
+        after a warning for each."""
         if self._process != os.getpid():
             return []
         atexit.unregister(self.stop)
@@ -179,9 +187,15 @@ class Guard:
         return left
 
     def __enter__(self) -> Guard:
+        """Return the guard itself, for a `with` block around the training."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Call `finish` if the `with` block ended without an exception, otherwise `stop`; an exception goes on.
+
+        Args:
+            kind: class of the exception that ended the block; None if there was none.
+        """
         if kind is None:
             self.finish()
         else:
@@ -264,8 +278,8 @@ class Guard:
 
         Args:
             save: the save.
-            answer: what the process returned for it; None if it has no verdict yet. A save that was deleted, or not
-                written in time, is given up then.
+            answer: what `judge_saves` returned for it in the other process, {"event", "lines", "proved"}; None if it
+                has no verdict yet. A save that was deleted, or not written in time, is given up then.
         """
         run, there = os.path.dirname(save.path), os.path.lexists(save.path)
         if there and not save.existed:

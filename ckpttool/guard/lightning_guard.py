@@ -30,7 +30,13 @@ class LightningGuard(Guard, Callback):  # type: ignore[misc]
     """
 
     def setup(self, trainer: Any, pl_module: object, stage: str) -> None:
-        """Wrap `trainer.save_checkpoint`, through which all saves go, so that each save of a fit is verified."""
+        """Wrap `trainer.save_checkpoint`, through which all saves go, so that each save of a fit is verified.
+
+        Args:
+            trainer: Lightning's Trainer.
+            pl_module: not used.
+            stage: what the Trainer runs; nothing happens unless it is "fit".
+        """
         if stage != "fit":
             return
         save = trainer.save_checkpoint
@@ -44,16 +50,19 @@ class LightningGuard(Guard, Callback):  # type: ignore[misc]
         trainer.save_checkpoint = save_and_check
 
     def on_train_batch_start(self, trainer: object, pl_module: object, batch: object, batch_idx: int) -> None:
-        """Report the faults that were found since the last batch, as `poll`."""
+        """Report the faults that were found in saves since the last batch: raise them, or pass them to `on_fault`, as
+        `Guard.poll` does. Lightning's arguments are not used."""
         self.poll()
 
     def on_exception(self, trainer: object, pl_module: object, exception: BaseException) -> None:
-        """Stop verifying without waiting, since the fit failed."""
+        """Stop verifying without waiting, since the fit failed, and unwrap `trainer.save_checkpoint`. The other
+        arguments are not used."""
         vars(trainer).pop("save_checkpoint", None)
         self.stop()
 
     def teardown(self, trainer: object, pl_module: object, stage: str) -> None:
-        """Wait until the last saves of a fit are verified."""
+        """Wait until the last saves of a fit are verified, and unwrap `trainer.save_checkpoint`; do nothing unless
+        `stage` is "fit"."""
         if stage == "fit":
             vars(trainer).pop("save_checkpoint", None)
             self.finish()

@@ -25,7 +25,13 @@ class TrainerGuard(Guard, TrainerCallback):  # type: ignore[misc]
     """
 
     def on_save(self, args: Any, state: Any, control: object, **_: object) -> None:
-        """Verify the checkpoint that the Trainer has just saved, in the background."""
+        """Verify the checkpoint that the Trainer has just saved, in the background.
+
+        Args:
+            args: the TrainingArguments; their `output_dir` has the checkpoint.
+            state: the TrainerState; its `global_step` names the checkpoint.
+            control: not used.
+        """
         name = f"checkpoint-{state.global_step}"
         path = os.path.join(args.output_dir, name)
         if state.is_hyper_param_search:
@@ -34,9 +40,10 @@ class TrainerGuard(Guard, TrainerCallback):  # type: ignore[misc]
         self.check(path)
 
     def on_step_begin(self, args: object, state: object, control: object, **_: object) -> None:
-        """Report the faults that were found since the last step, as `poll`."""
+        """Report the faults that were found in saves since the last step: raise them, or pass them to `on_fault`, as
+        `Guard.poll` does. The Trainer's arguments are not used."""
         self.poll()
 
     def on_train_end(self, args: object, state: object, control: object, **_: object) -> None:
-        """Wait until the last saves are verified."""
+        """Wait until the last saves are verified. The Trainer's arguments are not used."""
         self.finish()

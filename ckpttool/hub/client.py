@@ -420,7 +420,7 @@ def _was_raised_by_ckpttool(e: BaseException) -> bool:
 
 
 def _iterate_error_chain(e: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception, its cause or context, and so on."""
+    """Yield an exception, then its cause or else its context, then that of the latter, and so on; nothing for None."""
     seen: set[int] = set()
     while e is not None and id(e) not in seen:
         seen.add(id(e))

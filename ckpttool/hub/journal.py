@@ -30,8 +30,11 @@ class Journal:
     once the pass is complete, `staged` {folder: {"files": {name: [SHA-256, size, mtime_ns]}, "record": ...}}."""
 
     def __init__(self, plan: str | None) -> None:
-        """Read the journal of a plan, if there is one; `plan` is a hash of the source's files and all options, None:
-        keep nothing."""
+        """Read the journal of a plan, if there is one.
+
+        Args:
+            plan: hash of the source's files and all options, which names the journal's file; None to keep no journal.
+        """
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         self.folder = os.path.join(cache, "ckpttool", "push")
         self.path = None if plan is None else os.path.join(self.folder, f"{plan[:40]}.jsonl")

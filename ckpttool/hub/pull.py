@@ -56,7 +56,9 @@ def pull(
 
     Args:
         repository: "hf://org/name", or "hf://org/name@revision".
-        revision: branch, tag or commit, unless `repository` names one.
+        dst: where to write the checkpoint.
+        revision: branch, tag or commit; None: that of `repository`, or main.
+        to: name of the layout to write; None to choose it by the suffix of `dst`.
         (the others): as `convert`.
 
     Raises:

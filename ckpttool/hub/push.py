@@ -97,13 +97,14 @@ def push(
     """Push a checkpoint, in any layout, to a model repository of the Hugging Face Hub.
 
     Args:
+        src: path or URL of the checkpoint.
         target: "hf://org/name", with "@branch" if that is not main.
         options: an `HfOptions`: the adapter alone, the optimizer too, the size of files.
         public: whether a new repository is public. The visibility of an existing one is not changed.
-        revision: a branch, which is created if it is missing.
+        revision: a branch, which is created if it is missing; None: that of `target`, or main.
         pull_request: open a pull request instead of a commit on the branch.
-        message: title of the commit.
-        stage: folder to write the files to first; by default they are uploaded as they are read.
+        message: title of the commit; None: one that names the checkpoint and step.
+        stage: folder to write the files to first; None: upload them as they are read.
         threads: number of files that are hashed, and uploaded, at the same time.
         dry_run: ask the Hub, but read no tensor, upload and create nothing.
         (the others): as `convert`.
@@ -248,9 +249,11 @@ class Push:
         self.made: str | None = None  # the commit, once it is there
 
     def __enter__(self) -> Push:
+        """Return this push, for a `with` block."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close the source at the end of the `with` block; an exception of the block goes on."""
         self.opened.source.close()
 
     # ------------------------------------------------------------------------------------------------- two answers

@@ -41,7 +41,7 @@ class PushFile:
             return compute_git_oid(f.read())
 
     def sample(self) -> bytes:
-        """Return its first 512 bytes, by which the Hub recognises text."""
+        """Return the first 512 bytes of the file, or fewer, by which the Hub recognises text."""
         if self.path is not None:
             with open(self.path, "rb") as f:
                 return f.read(512)

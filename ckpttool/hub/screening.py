@@ -225,7 +225,7 @@ def _find_secret_in_text(data: bytes) -> str | None:
 
 
 def _describe_secret_of_key(key: str) -> str:
-    """Return the kind of a secret that is the value of this key, for a message."""
+    """Return how a message names a secret that only its key gives away: 'what its key "api_key" says'."""
     return f'what its key "{key.lstrip("-")[:40]}" says'
 
 
@@ -391,6 +391,7 @@ class _Nowhere(io.StringIO):
     """A file object that discards what is written."""
 
     def write(self, text: str, /) -> int:
+        """Discard `text`, and return the number of its characters."""
         return len(text)
 
 

@@ -112,6 +112,7 @@ class VirtualFile(io.BufferedIOBase):
         """Open a file whose bytes are read from the source on demand.
 
         Args:
+            content: the head of the file, and the tensors of the source that follow it.
             passed: called with the number of bytes that were read for the first time, at every read.
             stop: once it is set, reads raise Interrupted; None: never.
         """

@@ -232,9 +232,19 @@ def _choose_adapter(names: Iterable[str], prefix: str, known: re.Pattern[str], w
 
 
 def _split_adapter_name(name: str, prefix: str) -> tuple[list[str], list[str], str | None] | None:
-    """Split the name of an adapter's tensor at its dots into (elements up to the one that begins with `prefix`,
-    elements after the adapter's name, adapter's name or None if it is left out); None for the name of another
-    tensor."""
+    """Split the name of an adapter's tensor at its dots; return None for the name of another tensor.
+
+    With the prefix "lora_", "layers.0.q.lora_A.default.weight" becomes (["layers", "0", "q", "lora_A"], ["weight"],
+    "default").
+
+    Args:
+        name: name of the tensor.
+        prefix: what the names of the method's tensors begin with, such as "lora_".
+
+    Returns:
+        (elements up to the one that begins with `prefix`, elements after the adapter's name, the adapter's name or None
+            if the tensor's name does not contain it).
+    """
     path = name.split(".")
     at = next((i for i in range(len(path) - 1, -1, -1) if path[i].startswith(prefix)), None)
     if at is None or len(path) - at > 3:
@@ -269,10 +279,15 @@ def _make_saved_name(name: str, prefix: str, adapter: str | None) -> str | None:
 
 
 def _without_tied_tokens(saved: dict[str, str], config: Config, ckpt: Checkpoint) -> dict[str, str]:
-    """Return `saved`, {name: name in the file}, without the trained tokens of modules that are tied to the embedding: a
-    model has the same rows under the names of both, and PEFT saves those of the embedding.
+    """Return `saved` without the trained tokens of modules that are tied to the embedding: a model has the same rows
+    under the names of both, and PEFT saves those of the embedding.
 
     A module that trainable_token_indices names is kept, unless it has the same rows of the same weight as another.
+
+    Args:
+        saved: {name in the checkpoint: name in PEFT's file} of the adapter's tensors.
+        config: adapter_config.json.
+        ckpt: the checkpoint.
     """
     rows = {n: s.removesuffix(_TOKENS) for n, s in saved.items() if s.endswith(_TOKENS)}
     said: Any = config.get("trainable_token_indices")

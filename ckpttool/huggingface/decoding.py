@@ -64,8 +64,12 @@ class Read(Protocol):
         """Return the shape of the tensor that `Encoded.parts` lists as `part`."""
 
     def __call__(self, part: str, *index: int | slice) -> Array:
-        """Return a box of a tensor as an array, in the dtype that numpy or ml_dtypes has for it. Indices are integers
-        and slices, as in numpy; dimensions without one are read whole."""
+        """Return a box of a tensor as an array, in the dtype that numpy or ml_dtypes has for it.
+
+        Args:
+            part: key of the tensor in `Encoded.parts`, such as "scale".
+            index: integers and slices, as in numpy, from the first dimension on; dimensions without one are read whole.
+        """
 
 
 class Formula(NamedTuple):

@@ -81,7 +81,8 @@ class _Pair(NamedTuple):
 
     @property
     def leaf(self) -> str:
-        """Return the end of the parameter's name, which takes the place of `scale` at the end of the scale's name."""
+        """Return the ending that makes the parameter's name of the scale's name without its `scale`: ".weight", or ""
+        where the rest is the parameter's name already."""
         return ".weight" if self.codes in (".weight", ".qweight") else ""
 
 
@@ -162,7 +163,7 @@ class Encoded(ByFields):
 
     @property
     def scale(self) -> str:
-        """Return the name of the tensor with its scales."""
+        """Return the name of the tensor that has the scales of this weight."""
         return self.parts["scale"]
 
 
@@ -191,11 +192,13 @@ class Encodings(ByFields):
     of: int = 0
 
     def __bool__(self) -> bool:
+        """Return whether there are encoded weights, or tensors that belong to no whole encoding (`faults`)."""
         return bool(self.weights or self.faults)
 
     @property
     def contradicted(self) -> bool:
-        """Return whether the config says that the weights are codes, and none is."""
+        """Return whether the config says that the stored weights are codes, and yet there are neither encoded weights
+        nor incomplete encodings (`faults`)."""
         return self.method is not None and self.method not in _AT_LOAD and not self and self.of > 0
 
     @cached_property
@@ -213,7 +216,8 @@ class Encodings(ByFields):
         return f'"{name}" {"is codes" if name == of else f"belongs to the codes {of},"} in {self.weights[of].scheme}'
 
     def schemes(self) -> dict[str, int]:
-        """Return {text of a scheme with the ending of its scales' names: number of weights}."""
+        """Return {description: number of weights}. A description has the text of a scheme and the last part of its
+        scales' names: "int8 (one scale a row), scales in weight_scale"."""
         out: dict[str, int] = {}
         for found in self.weights.values():
             text = f"{found.scheme}, scales in {found.scale.rpartition('.')[2]}"
@@ -263,15 +267,25 @@ def read_quantization_config(ckpt: Checkpoint, source: Source | None) -> Config 
 
 
 def read_model_dtype(ckpt: Checkpoint, source: Source | None) -> str | None:
-    """Return torch's name of the dtype in which the model computes, by the config next to a checkpoint; None if it
-    does not say. The arguments are those of `read_quantization_config`."""
+    """Return torch's name of the dtype in which the model computes ("bfloat16"), by the config next to a checkpoint;
+    None if no config says it.
+
+    Args:
+        ckpt: the checkpoint; the config that it holds itself comes first.
+        source: the checkpoint's own folder; None if the checkpoint is one file in a folder of others.
+    """
     stated = (str(config.get(key)) for config in _iterate_configs(ckpt, source) for key in ("dtype", "torch_dtype"))
     return next((dtype for dtype in stated if dtype in FLOATING), None)
 
 
 def _iterate_configs(ckpt: Checkpoint, source: Source | None) -> Iterator[Config]:
-    """Yield the configs next to a checkpoint, the one that it holds itself first; after each one its text_config, if
-    it has any. Damaged configs are skipped."""
+    """Yield the configs next to a checkpoint, the one that it holds itself first; after each one its text_config, if it
+    has any. Damaged configs are skipped.
+
+    Args:
+        ckpt: the checkpoint.
+        source: the checkpoint's own folder; None to yield only the config that the checkpoint holds itself.
+    """
     for name in ("", "config.json", "hf_quant_config.json") if source is not None else ("",):
         found: object = ckpt.config
         try:
@@ -286,8 +300,12 @@ def _iterate_configs(ckpt: Checkpoint, source: Source | None) -> Iterator[Config
 
 
 def find_codes(ckpt: Checkpoint, source: Source | None) -> Encodings:
-    """Find the encoded weights of a checkpoint as the config next to it declares them. The arguments are those of
-    `read_quantization_config`."""
+    """Find the encoded weights of a checkpoint as the config next to it declares them.
+
+    Args:
+        ckpt: the checkpoint; the config that it holds itself comes first.
+        source: the checkpoint's own folder; None if the checkpoint is one file in a folder of others.
+    """
     return find_in_checkpoint(ckpt, read_quantization_config(ckpt, source))
 
 
@@ -378,13 +396,14 @@ def _iterate_candidate_pairs(name: str, tensors: Mapping[str, TensorEntry]) -> I
 
 
 def _find_parts(codes: str, scale: str, pair: _Pair, tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """Return the tensors that belong to some codes, as `Encoded.parts` has them.
+    """Return {role: name} of the tensors that belong to some codes: "codes", "scale", and, where there are such
+    tensors, what their names end with, such as "zero_point" (`Encoded.parts`).
 
     Args:
         codes: name of the codes.
         scale: name of their scale.
         pair: how the two names go together.
-        tensors: {name: tensor} of all.
+        tensors: {name: tensor} of all tensors of the model.
     """
     stem, module = scale[: -len(pair.scale)], codes.rpartition(".")[0]
     others = {end.lstrip("._"): stem + end for end in _WITH_WEIGHT}
@@ -400,9 +419,9 @@ def _make_encoded(
     Args:
         found: the scheme.
         weight: name of the parameter.
-        parts: {role: name}, as `Encoded.parts` holds them.
-        tensors: {name: tensor} of all tensors.
-        said: what the config states for all weights.
+        parts: {role: name of the tensor}, with roles such as "codes" and "scale" (`Encoded.parts`).
+        tensors: {name: tensor} of all tensors of the model.
+        said: what the config states for all weights; None in a field for which it has no one answer.
     """
     wide = (stored := tensors[parts["scale"]].dtype) in FLOATING
     rounded, dtype = "float32", stored if stored in ("bfloat16", "float16") else "bfloat16"

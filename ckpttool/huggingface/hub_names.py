@@ -130,12 +130,13 @@ def relate_to_hub(
     correspond.
 
     Args:
-        config: config.json.
+        config: content of config.json.
         tensors: {name in memory: shape}; None for the model's own list.
         judge: also find out whether the model of `config` loads these tensors (`Relation.verdict`).
         linear: also list the parameters that transformers would quantise (`Relation.linear`).
-        load: `tensors` are {name in files: shape}, with the names of an older transformers or of another class of the
-            model, perhaps; return in `joined` what `from_pretrained` makes of them, {} if it would miss a weight.
+        load: take `tensors` for {name in files: shape}, where the names may be those of an older transformers or of
+            another class of the model; `Relation.joined` is then what `from_pretrained` makes of them, {} if it would
+            miss a weight.
         further: add to the model's own list the layers of multi-token prediction that `config` counts, with the names
             and shapes of its last layer.
 
@@ -226,12 +227,12 @@ def list_further_layers(config: Config) -> tuple[str, ...]:
 
 
 def find_contradiction(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Compare the shape of the embedding and the number of layers with a config, without transformers, and return a
-    text on why the weights are not of its model; None if nothing shows that. Only architectures in `PLAIN` are
-    compared.
+    """Compare the shape of the embedding and the number of layers with a config, without transformers. Return a text on
+    why the weights are not those of the model in the config; None if nothing shows that, or if its architecture is not
+    in `PLAIN`.
 
     Args:
-        config: config.json.
+        config: content of config.json.
         shapes: {name: shape} of the weights.
     """
     kind = config.get("model_type")
@@ -254,8 +255,15 @@ def find_contradiction(config: Config, shapes: Mapping[str, tuple[int, ...]]) ->
 
 @lru_cache(16)
 def _ask_child(question: bytes) -> bytes:
-    """Send a question to the child process and return its answer, both JSON. This takes seconds, and one conversion
-    asks the same question for its source, its draft and the result, so answers are cached."""
+    """Send a question to the child process and return its answer. This takes seconds, and one conversion asks the same
+    question for its source, its draft and the result, so answers are cached.
+
+    Args:
+        question: JSON of {argument of `relate_to_hub`: value}.
+
+    Returns:
+        JSON with the fields of a `Relation`.
+    """
     log_step("asking transformers for the names and shapes of the model of config.json")
     report_progress("transformers", 0, 1)
     answer = run_in_child("ckpttool.huggingface.hub_names:_compute_relation", "transformers", 0, question)
@@ -264,11 +272,11 @@ def _ask_child(question: bytes) -> bytes:
 
 
 def build_meta_model(config_dict: dict[str, Any]) -> Any:
-    """Build the model of a config on the meta device, with names and shapes but without weights. To be called in a
-    child process; code next to the weights is never run.
+    """Build transformers' model of a config on the meta device, with names and shapes but without weights, and return
+    it. To be called in a child process; code next to the weights is never run.
 
     Args:
-        config_dict: config.json, from which some keys are removed.
+        config_dict: content of config.json; the keys for code, kernels and quantisation are removed from this dict.
     """
     import torch
     import transformers
@@ -360,8 +368,16 @@ def _compute_relation(_: str) -> bytes:
 
 
 def _trace_load(model: Any, state: dict[str, Any]) -> dict[str, object]:
-    """Return, in the child process, what `from_pretrained` makes of files, as `joined` of a Relation in JSON; {} where
-    it would miss a weight. `state` is {name in the files: meta tensor}."""
+    """Find out, in the child process, which parameters `from_pretrained` makes of the tensors in files.
+
+    Args:
+        model: transformers' model, on the meta device.
+        state: {name in the files: meta tensor}.
+
+    Returns:
+        {name in the files: [(parameter, fields of the `Link` between the two)]}, for `Relation.joined`; {} where
+            `from_pretrained` would miss a weight.
+    """
     from transformers.utils import logging
 
     from .traced_views import make_trace

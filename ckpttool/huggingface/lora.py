@@ -127,6 +127,8 @@ class AdapterShape(NamedTuple):
     alone: bool
 
     def __str__(self) -> str:
+        """Return a text for people: the ranks, the number of modules, and the adapters' names if there are several:
+        "r=8, 224 modules"."""
         ranks = ", ".join(str(r) for r in sorted(self.ranks))
         called = [n for n in self.names if n]
         of = f", adapters {', '.join(called)}" if len(called) > 1 else ""

@@ -296,9 +296,15 @@ def _read_adapter_folder(source: Source, folder: str, notes: list[str]) -> dict[
 
 
 def list_config_differences(a: Source, b: Source) -> dict[str, tuple[object, object]]:
-    """List where the config.json and adapter_config.json beside two checkpoints differ: {"config.json: KEY": (value of
-    a, value of b)}, None for a key that one lacks. Keys of dicts are joined by dots. A file that only one of the two
-    has is not listed: other layouts have none.
+    """List where the config.json and adapter_config.json beside two checkpoints differ. A file that only one of the two
+    has is not compared: other layouts have none.
+
+    Args:
+        a, b: the folders of the two checkpoints.
+
+    Returns:
+        {"config.json: KEY": (value of a, value of b)}, with None for a key that one of them lacks; keys of nested dicts
+            are joined by dots.
 
     Raises:
         Corrupt, Unsafe: one of them is not JSON, or is too large.

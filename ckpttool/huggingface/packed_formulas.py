@@ -138,7 +138,14 @@ def _read_transposed(weight: Encoded, rows: Rows, per_word: Fraction, read: Read
 
 
 def compute_gptq(weight: Encoded, rows: Rows, read: Read) -> Array:
-    """Compute rows of a GPTQ weight. Zero points are stored minus one, but where checkpoint_format is "gptq_v2"."""
+    """Return the numbers of some rows of a GPTQ weight, [rows, columns], in float32. Zero points are stored minus one,
+    except where checkpoint_format is "gptq_v2".
+
+    Args:
+        weight: the weight.
+        rows: rows of the parameter.
+        read: reads a tensor by its key in `Encoded.parts`.
+    """
     assert weight.bits is not None
     codes, qzeros, scales, groups = _read_transposed(weight, rows, Fraction(32, weight.bits), read)
     zeros = unpack_bits(qzeros, weight.bits, codes.shape[1])
@@ -148,7 +155,13 @@ def compute_gptq(weight: Encoded, rows: Rows, read: Read) -> Array:
 
 
 def compute_awq(weight: Encoded, rows: Rows, read: Read) -> Array:
-    """Compute rows of an AWQ weight (version "gemm", 4 bits)."""
+    """Return the numbers of some rows of an AWQ weight (version "gemm", 4 bits), [rows, columns], in float32.
+
+    Args:
+        weight: the weight.
+        rows: rows of the parameter.
+        read: reads a tensor by its key in `Encoded.parts`.
+    """
     codes, qzeros, scales, groups = _read_transposed(weight, rows, Fraction(8), read)
     return _scale_transposed(_unpack_awq(codes).T, _unpack_awq(qzeros), scales, groups)
 

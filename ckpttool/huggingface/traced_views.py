@@ -80,7 +80,8 @@ def _reshape_parts(parts: Iterable[Part], before: Shape, after: Shape) -> list[P
 
 
 def _narrow_parts(parts: Iterable[Part], dim: int, first: int, last: int) -> list[Part]:
-    """Return the parts of the elements [first, last) along a dimension."""
+    """Return the parts of a tensor that is cut to the indices [first, last) of dimension `dim`; `parts` are those of
+    the tensor before the cut."""
     out = []
     for p in parts:
         rest = tuple(r for r in p.runs if r.dim != dim)
@@ -147,16 +148,19 @@ _SAME = frozenset(
 def _trace_operation(
     name: str, given: list[Part], shape: Shape, out: Any, args: Sequence[Any], dim_of: Callable[[int], int]
 ) -> Any:
-    """Return the parts of the result of a torch operation on one tensor, a list of parts for each tensor if the result
-    is several; None if they are not known.
+    """Find out what the result of a torch operation on one tensor is made of.
 
     Args:
-        name: name of the operation.
+        name: name of the operation, such as "transpose".
         given: parts of the tensor.
         shape: shape of the tensor.
-        out: the result.
+        out: the result: a tensor, or a list of tensors.
         args: the arguments after the tensor.
         dim_of: converts the number of a dimension that may count from the end.
+
+    Returns:
+        A list of `Part`; a list of such lists, one for each tensor, if the operation splits its input; None if the
+            origin of the elements is not known.
     """
     if name in _SAME:
         return _reshape_parts(given, shape, tuple(out.shape))

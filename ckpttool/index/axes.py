@@ -350,7 +350,8 @@ def _iterate_strided_boxes(
     """Yield the boxes of a destination tensor that are each a strided box of its source.
 
     Args:
-        runs: lead from the destination to the source.
+        runs: how the elements of both correspond: `dim` and `step` of a run are those of the destination, `other_dim`
+            and `other_step` those of the source.
         ndim: number of dimensions of the destination.
         start, source: indices, in the destination and in the source, of the element at which the first run begins.
     """
@@ -381,6 +382,7 @@ class _Rows:
     """Chunks of a tensor with the strides inside them, found by their interval of dimension 0."""
 
     def __init__(self, chunks: Chunks) -> None:
+        """Sort the chunks of one tensor that are not empty by their first row (index of dimension 0)."""
         found = sorted((c for c in chunks if prod(c.shape)), key=lambda c: c.start[0])
         self.rows = [(c, c.strides or boxes.strides(c.shape)) for c in found]
         self.starts = [c.start[0] for c in found]

@@ -164,6 +164,7 @@ class Chunks(Sequence[Chunk]):
     __slots__ = ("file", "length", "ndim", "offset", "shape", "start", "strides", "zstd")
 
     def __init__(self, ndim: int) -> None:
+        """Make an empty list of chunks of a tensor of `ndim` dimensions."""
         self.ndim = ndim
         self.start, self.shape = array("q"), array("q")  # ndim numbers a row
         self.file, self.offset, self.length = array("q"), array("q"), array("q")
@@ -189,8 +190,9 @@ class Chunks(Sequence[Chunk]):
         """Make the columns of one chunk that is the whole tensor.
 
         Args:
+            shape: shape of the tensor.
             file: number of the file in the checkpoint's list of files.
-            offset, length: the chunk's bytes in it.
+            offset, length: where the chunk begins in that file, and its size, in bytes.
             strides: in elements; None for row-major.
         """
         out = cls(len(shape))
@@ -254,9 +256,11 @@ class Chunks(Sequence[Chunk]):
         self.length.append(length)
 
     def __len__(self) -> int:
+        """Return the number of chunks."""
         return len(self.file)
 
     def __getitem__(self, k: int | slice) -> Any:
+        """Return the chunk in row number `k` as a `Chunk`; a list of them if `k` is a slice."""
         if isinstance(k, slice):
             return [self[i] for i in range(*k.indices(len(self)))]
         k = range(len(self))[k]
@@ -265,6 +269,7 @@ class Chunks(Sequence[Chunk]):
         return Chunk(tuple(self.start[a:b]), tuple(self.shape[a:b]), extent, self.strides.get(k), self.zstd.get(k))
 
     def __iter__(self) -> Iterator[Chunk]:
+        """Yield every row as a `Chunk`, in the order in which they were added."""
         for k in range(len(self)):
             yield self[k]
 
@@ -273,7 +278,7 @@ class Chunks(Sequence[Chunk]):
         return tuple(self.shape[row * self.ndim : (row + 1) * self.ndim])
 
     def boxes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Return (start, shape) of every row."""
+        """Return (start, shape) of every chunk, in the order of the rows."""
         n = self.ndim
         if n == 0:
             return [((), ())] * len(self)
@@ -406,8 +411,13 @@ class Salvage(ByFields):
         return cls([], of["missing"], of["rebuilt"])
 
     def states(self, tensors: Iterable[str], values: Iterable[str] = ()) -> dict[str, str]:
-        """Return {name: "exact", "rebuilt: how" or "missing: why"} for the tensors that were read, whose names are
-        `tensors`, for those of the `values` that were rebuilt, and for all lost entries."""
+        """Return {canonical name: "exact", "rebuilt: how" or "missing: why"} of the entries of a damaged checkpoint.
+        Lost entries (`missing`) are always among them.
+
+        Args:
+            tensors: canonical names of the tensors that were read.
+            values: canonical names of values, of which only the rebuilt ones are listed.
+        """
         names = [*tensors, *(n for n in values if n in self.rebuilt)]
         out = {n: f"rebuilt: {self.rebuilt[n]}" if n in self.rebuilt else "exact" for n in names}
         return out | {n: f"missing: {why}" for n, why in self.missing.items()}
@@ -475,6 +485,7 @@ class Checkpoint(ByFields):
     left_arguments: dict[Path, object] = field(default_factory=dict)
 
     def __repr__(self) -> str:
+        """Return a short text for people: the layout, the root, the number of tensors and their bytes."""
         return (
             f"<{type(self).__name__} {self.layout} {self.root}: {count_noun(len(self.tensors), 'tensor')}, "
             f"{self.nbytes:,} bytes>"
@@ -508,6 +519,7 @@ class Checkpoint(ByFields):
         """Return the data of the value with this canonical name; None if there is no such value.
 
         Args:
+            name: the canonical name, such as "trainer.step".
             kind: the type that the data must have, for type checkers: `value("trainer.step", int)`.
 
         Raises:
@@ -545,7 +557,8 @@ class Checkpoint(ByFields):
         return replace(self, origin=kept, trainer=None, recorded={}, recorded_values={}, rounded={})
 
     def part(self, holds: Callable[[str], bool]) -> Checkpoint:
-        """Return a copy of the checkpoint with those entries only for whose canonical name `holds` returns True."""
+        """Return a copy of the checkpoint that has only some of its entries: those for which `holds` returns True when
+        it is called with their canonical name."""
         lost = self.salvage
         return replace(
             self,

@@ -111,8 +111,11 @@ def shape_of(leaf: object) -> tuple[int, ...] | None:
 
 
 def class_label(about: SubclassFacts) -> str:
-    """Return the name of a class of tensor subclasses for people, such as "torchao OptimState8bit"; `about` is the
-    value that describes an object of it."""
+    """Return the name of a class of tensor subclasses for people, such as "torchao OptimState8bit".
+
+    Args:
+        about: {"class": (module, name of the class), ...}, the value that describes an object of the class.
+    """
     module, name = about["class"]
     return f"{module.partition('.')[0]} {name}"
 

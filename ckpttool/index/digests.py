@@ -59,8 +59,8 @@ def compute_component_roots(tensors: Mapping[str, TensorEntry], digests: Mapping
 
 
 def compute_value_root(digests: Mapping[str, str]) -> str:
-    """Compute the root of {name of a value: its digest}, sorted by name; hex.
+    """Return the Merkle root, in hex, of the values of a checkpoint; `digests` is {name of a value: its digest in hex}.
 
-    A leaf is BLAKE3(0x02 | JSON of [name, digest]), so no value can pass for a tensor.
+    A leaf is BLAKE3(0x02 | JSON of [name, digest]), so no value can pass for a tensor. Leaves are sorted by name.
     """
     return _hash_up_to_root([blake3(b"\x02" + _json([n, d]).encode()).digest() for n, d in sorted(digests.items())])

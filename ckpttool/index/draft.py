@@ -133,6 +133,7 @@ class Draft(ByFields):
     lost: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
+        """Return a short text for people: the layout, the numbers of tensors and files, and the bytes of all files."""
         tensors = len(self.checkpoint.tensors)
         return (
             f"<Draft {self.checkpoint.layout}: {tensors:,} tensors, {len(self.files):,} files, {self.nbytes:,} bytes>"

@@ -143,6 +143,12 @@ class _Derivation:
     """
 
     def __init__(self, a: Sequence[NamedWeight], b: Sequence[NamedWeight], ordered: bool) -> None:
+        """Prepare to pair the weights of two models; those whose names a map cannot contain are left without a partner.
+
+        Args:
+            a, b: the weights of the two models.
+            ordered: whether both lists are in the order of the modules, so that the order is evidence.
+        """
         self.out = ProposedMap(names_a=[w.name for w in a], names_b=[w.name for w in b])
         self.weights = tuple({w.name: w for w in side if _fits_map_syntax(w.name)} for side in (a, b))
         self.ordered = ordered

@@ -152,7 +152,9 @@ def _solve_sizes(
     """Compute the sizes of the axes of a group from the shapes of its tensors, and return ({axis: size}, notes).
 
     Args:
-        shapes: {key of a tensor of the group: its shape}.
+        group: the tensors of one line of a name map.
+        shapes: {key: shape} of the tensors of the group; a key is (number of the part, or -1 for the whole; numbers of
+            the stacked variables).
         known: {axis: size} of sizes that are known from elsewhere.
         told: the axes whose size config.json can give; UnknownSize names a missing one of these first.
 
@@ -200,7 +202,9 @@ def resolve_group(
     """Find what a group of tensors becomes under a name map: the new names, and where each part lies in the whole.
 
     Args:
-        shapes: {key of a tensor of the group: its shape}.
+        group: the tensors of one line of the map.
+        shapes: {key: shape} of the tensors of the group; a key is (number of the part, or -1 for the whole; numbers of
+            the stacked variables).
         known: {axis: size} of sizes that are known from elsewhere.
         found: the name map, for its sizes and for messages.
 

@@ -66,8 +66,8 @@ class NamePattern:
         return re.compile(out + re.escape(self.name[at:]), re.DOTALL)
 
     def match(self, name: str) -> dict[str, Any] | None:
-        """Return {variable: its number, or the text for {*}} of a name that the pattern matches; None for any other
-        name."""
+        """Return {variable: its number, or the text that {*} stands for} of a name; None if the pattern does not match
+        it."""
         m = self.pattern.fullmatch(name)
         if m is None:
             return None
@@ -84,7 +84,8 @@ class NamePattern:
 
     @property
     def sizes(self) -> list[str]:
-        """List the sizes that are added to variables of its name, and not yet replaced by numbers."""
+        """List the names of the sizes that the pattern adds to variables, such as "layers" in {i+layers}, without those
+        that were replaced by numbers."""
         return [m[3] for m in _VARIABLE.finditer(self.name) if m[3] and not m[3].isdecimal()]
 
     def with_sizes(self, sizes: Mapping[str, int]) -> NamePattern:
@@ -108,6 +109,7 @@ class NamePattern:
         return len(_VARIABLE.sub("", self.name))
 
     def __str__(self) -> str:
+        """Return the pattern as a name map writes it: the name, and the axes in brackets, if there are any."""
         return self.name + ("" if self.axes is None else f" [{self.axes}]")
 
 
@@ -130,16 +132,22 @@ class MapLine:
         return (self.whole,) if self.flipped == right else self.parts
 
     def with_sizes(self, sizes: Mapping[str, int]) -> MapLine:
-        """Return the line with the sizes that are added to variables of its names replaced by numbers, {size:
-        number}."""
+        """Return the line with sizes that its names add to variables, such as "layers" in {i+layers}, replaced by
+        numbers.
+
+        Args:
+            sizes: {name of a size: its number}; sizes that are not among them are kept.
+        """
         return replace(self, whole=self.whole.with_sizes(sizes), parts=tuple(t.with_sizes(sizes) for t in self.parts))
 
     @property
     def sizes(self) -> list[str]:
-        """List the sizes that are added to variables of its names, and not yet replaced by numbers."""
+        """List the names of the sizes that names of the line add to variables, such as "layers" in {i+layers}, without
+        those that were replaced by numbers."""
         return [s for t in (self.whole, *self.parts) for s in t.sizes]
 
     def __str__(self) -> str:
+        """Return the equation as a name map writes it, left side first, without its component and condition."""
         whole, parts = str(self.whole), " + ".join(map(str, self.parts))
         return f"{parts} = {whole}" if self.flipped else f"{whole} = {parts}"
 
@@ -235,8 +243,14 @@ class NameMap:
         )
 
     def with_sizes(self, sizes: Mapping[str, int]) -> tuple[NameMap, list[MapLine]]:
-        """Return the map with the sizes that are added to numbers in names replaced by `sizes`, {size: number}, and the
-        lines without a known one, which the map then lacks."""
+        """Replace the sizes that names of the map add to variables, such as "layers" in {i+layers}, by numbers.
+
+        Args:
+            sizes: {name of a size: its number}.
+
+        Returns:
+            (the map without the lines that need another size, these lines).
+        """
         lines = [line.with_sizes(sizes) for line in self.lines]
         copied = [
             Copied(row.copy.with_sizes(sizes), row.of.with_sizes(sizes), row.along.with_sizes(sizes), row.right)
@@ -250,7 +264,8 @@ class NameMap:
         return placed, [line for line in lines if line.sizes]
 
     def fits(self, names: Iterable[str]) -> bool:
-        """Whether each of the globs of left names that the map needs matches one of `names`."""
+        """Whether a checkpoint may be one for this map: each glob of left names that the map needs (`needed`) matches
+        at least one of `names`, the names of the checkpoint's tensors."""
         rows = list(names)
         return all(fnmatch.filter(rows, pattern) for pattern in self.needed)
 

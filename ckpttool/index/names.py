@@ -475,10 +475,11 @@ def is_trainer_tree_readable(ckpt: Checkpoint) -> bool:
 
 
 def are_own_keys_readable(places: Mapping[Path, Path]) -> bool:
-    """Tell whether a reader would give entries beside model and optimizer the canonical paths again that they have.
+    """Return whether a reader of the trainer's tree would give each of these entries the canonical path that it has
+    now.
 
     Args:
-        places: {canonical path: the path in the trainer's tree}.
+        places: {canonical path: the path in the trainer's tree} of entries that belong to neither model nor optimizer.
     """
     naming = _Naming({}, shape_of)
     naming.rest = {place: path for path, place in places.items()}

@@ -199,12 +199,13 @@ def name_optimizer_leaves(
 
 
 def _find_owner(key: object, fqns: Mapping[Any, str], numbered: bool) -> str | None:
-    """Return the FQN of the parameter that a key of the state belongs to, None for none.
+    """Return the FQN of the parameter that a key of the optimizer's state belongs to; None if it is that of no
+    parameter.
 
     Args:
         key: a name, a number, or text of digits.
         fqns: {name, or number if the optimizer is `numbered`: FQN}.
-        numbered: whether it identifies parameters by numbers.
+        numbered: whether the optimizer identifies parameters by numbers.
     """
     return fqns.get(_as_parameter_number(key) if numbered else str(key))
 

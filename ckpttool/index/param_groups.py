@@ -41,15 +41,19 @@ _NAMED = 4  # names that a sentence gives
 
 
 def list_numbered_parameters(origin: Mapping[Path, Path]) -> tuple[str, ...]:
-    """List the FQNs of an optimizer's parameters in the order of their numbers, if `Checkpoint.origin` has these;
-    else ()."""
+    """List the FQNs of an optimizer's parameters in the order of the numbers that the source gives them; () if `origin`
+    has no such numbers.
+
+    Args:
+        origin: {canonical path, or its beginning: path in the source}, as `Checkpoint.origin`.
+    """
     numbers = {str(q[2]): p[0] for q, p in origin.items() if q[:2] == _NAMED_PARAMETER and type(p[0]) is int}
     return tuple(sorted(numbers, key=lambda name: numbers[name]))
 
 
 def list_names_by_group(ckpt: Checkpoint) -> Groups | None:
-    """Return the FQNs in each param group, by its number; None where there are no groups, where they do not list names,
-    or where a number is missing."""
+    """Return the FQNs in each param group, as a tuple for each group in the order of their numbers; None where there
+    are no groups, where they do not list names, or where a number is missing."""
     lists: dict[int, list[Any]] = {}
     for v in ckpt.values.values():
         if v.option == "params":
@@ -122,14 +126,18 @@ def describe_group_differences(here: Groups, there: Groups) -> list[str]:
 
 
 def regroup_optimizer(ckpt: Checkpoint, groups: Groups) -> tuple[Checkpoint, list[str], list[str]]:
-    """Put the same optimizer state into other param groups: (checkpoint, names of entries that no group has room for,
-    notes). Nothing is changed where the checkpoint has no groups that list names.
+    """Put the same optimizer state into other param groups. Nothing is changed where the checkpoint has no groups that
+    list names.
 
     A new group gets the hyperparameters of the group that most of its parameters come from, or, if none of them is
     here, those of the new group before it. State of parameters that are in no new group is left out.
 
     Args:
-        groups: the new groups, as FQNs by group.
+        ckpt: the checkpoint, which is not changed.
+        groups: the new groups, a tuple of FQNs for each.
+
+    Returns:
+        (the checkpoint with the new groups, canonical names of the entries that were left out, notes for the user).
     """
     old = list_names_by_group(ckpt)
     if old is None:

@@ -135,8 +135,12 @@ def split_extra_state(name: str) -> tuple[str, str] | None:
 
 
 def keep_extra_state_trees(origin: Mapping[Path, Path]) -> dict[Path, Path]:
-    """Return the part of an `origin` (`Checkpoint`), without keys of the trainer's own, by which what
-    `get_extra_state()` of a module gave stays one tree under its FQN: `load_state_dict` asks for that."""
+    """Return the entries that keep the extra state of each module one tree under its FQN, as `load_state_dict` asks for
+    it: {canonical path: ("model", FQN of the extra state, *keys below it)}, without keys of the trainer's own.
+
+    Args:
+        origin: {canonical path, or its beginning: path in the trainer's tree}, as `Checkpoint.origin`.
+    """
     out: dict[Path, Path] = {}
     for q, p in origin.items():
         split = split_extra_state(joined(q[1:])) if q[0] == "model" else None

@@ -25,7 +25,7 @@ class Record(NamedTuple):
 
     @property
     def known(self) -> bool:
-        """Return whether asking for the CRC32 sends no request to a store."""
+        """Return whether asking for the CRC32 sends no request to a store; always True of a plain `Record`."""
         return True
 
     def moved(self, by: int) -> Record:
@@ -44,6 +44,7 @@ class Records(Sequence[Record]):
     __slots__ = ("_by_file", "crc32", "file", "later", "length", "offset")
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
+        """Make columns of these records."""
         self.file, self.offset, self.length, self.crc32 = array("q"), array("q"), array("q"), array("I")
         self.later: dict[int, Record] = {}
         #: (how many records there were, what `by_file` returned then)
@@ -74,13 +75,16 @@ class Records(Sequence[Record]):
             self.append(r)
 
     def __iadd__(self, records: Iterable[Record]) -> Records:
+        """Append records, and return this object."""
         self.extend(records)
         return self
 
     def __len__(self) -> int:
+        """Return the number of records."""
         return len(self.file)
 
     def __getitem__(self, k: int | slice) -> Any:
+        """Return record number `k` as a `Record`; a new `Records` of those chosen if `k` is a slice."""
         if isinstance(k, slice):
             out = Records()
             out.file, out.offset, out.length, out.crc32 = (column[k] for column in self._columns())
@@ -91,10 +95,12 @@ class Records(Sequence[Record]):
         return Record(Extent(self.file[k], self.offset[k], self.length[k]), self.crc32[k])
 
     def __iter__(self) -> Iterator[Record]:
+        """Yield every record as a `Record`, in order."""
         for k, (*extent, crc32) in enumerate(zip(*self._columns(), strict=True)):
             yield self.later.get(k) or Record(Extent(*extent), crc32)
 
     def __eq__(self, other: object) -> bool:
+        """Return whether `other` is a sequence of equal records in the same order."""
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(Record.__eq__, self, other))
 
     __hash__ = None  # type: ignore[assignment]

@@ -33,6 +33,8 @@ class EntrySelection(ByFields):
     left_out: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        """Return the selection as a text for people, such as "model, optim, all but optim.param_groups"; "" if it is
+        everything."""
         left_out = f"all but {', '.join(self.left_out)}" if self.left_out else ""
         return ", ".join(filter(None, [*(self.only or ()), left_out]))
 

@@ -150,8 +150,16 @@ _Found = tuple[str, dict[str, TensorEntry], frozenset[str] | None]
 
 
 def _find_sets_by_prefix(tensors: Iterable[TensorEntry], model: Mapping[str, TensorEntry]) -> list[_Found]:
-    """Find dicts of tensors with the names of the model's tensors: the names without their first keys are those of
-    the model, or those of the model without the outer modules that all of its names have."""
+    """Find dicts of tensors with the names of the model's tensors: the names without their first keys are those of the
+    model, or those of the model without the outer modules that all of its names have.
+
+    Args:
+        tensors: the tensors to look at.
+        model: {FQN: tensor}.
+
+    Returns:
+        (key in front of the names, {FQN in the model: tensor}, None) of each dict.
+    """
     known = {n: n for n in model}
     for head in accumulate(next(iter(model)).split(".")[:-1], "{}.{}".format):
         if all(n.startswith(f"{head}.") for n in model):
@@ -175,6 +183,9 @@ def _find_sets_in_lists(
         ckpt: the checkpoint.
         model: {FQN: tensor}.
         trained: FQNs for which the optimizer has state.
+
+    Returns:
+        (key of the list, {FQN in the model: tensor}, None) of each list.
     """
     lists: dict[str, dict[int, TensorEntry]] = {}
     for t in tensors:
@@ -200,7 +211,8 @@ def _find_sets_in_lists(
 
 
 def _find_average_slots(ckpt: Checkpoint, model: Mapping[str, TensorEntry]) -> list[_Found]:
-    """Find slots of the optimizer that are averages by their names."""
+    """Find slots of the optimizer that are averages by their names, and return (slot, {FQN: tensor}, None) of each;
+    `model` is {FQN: weight}."""
     slots = {t.slot for t in ckpt.tensors.values()} - {None}
     out: dict[str, dict[str, TensorEntry]] = {
         str(slot): {} for slot in slots if is_average_key(str(slot)) and not _MOMENTS.fullmatch(str(slot))
@@ -213,8 +225,16 @@ def _find_average_slots(ckpt: Checkpoint, model: Mapping[str, TensorEntry]) -> l
 
 
 def _find_average_modules(model: Mapping[str, TensorEntry]) -> list[_Found]:
-    """Find modules of the model that are averages of other modules of it, by their names; for the state dict of
-    torch's AveragedModel, return all of the model as one set."""
+    """Find modules of the model that are averages of other modules of it, by their names. For the state dict of torch's
+    AveragedModel, return all of the model as one set.
+
+    Args:
+        model: {FQN: tensor}.
+
+    Returns:
+        (name of the averaging module, {FQN of the weight that is averaged: tensor of its average}, FQNs of all weights
+            of the averaged module) of each.
+    """
     if "n_averaged" in model and all(n.startswith("module.") for n in model if n != "n_averaged"):
         plain = strip_wrappers(n for n in model if n != "n_averaged")
         return [("module", {fqn: model[n] for n, fqn in plain.items()}, frozenset(plain.values()))]

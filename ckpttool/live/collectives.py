@@ -103,8 +103,11 @@ def broadcast_bytes(data: bytes | None, source: int) -> bytes:
 
 
 def run_on_first_rank(make: Callable[[], T], then: str = "failed, so no rank goes on") -> T:
-    """Call a function on rank 0 and return its result, which is pickled, on every rank. A collective, which every rank
-    has to call. `then` is that of `run_on_all_ranks`.
+    """Call a function on rank 0 and return its result on every rank. A collective, which every rank has to call.
+
+    Args:
+        make: the function; its result is pickled and sent to the other ranks.
+        then: how the error's message on the other ranks continues after "rank 0", if the function fails.
 
     Raises:
         CkpttoolError: the function failed, on every rank; rank 0 raises the error itself.

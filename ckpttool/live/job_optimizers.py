@@ -124,8 +124,8 @@ def map_parameters_to_optimizers(optimizers: Iterable[torch.optim.Optimizer]) ->
 
 
 def select_loaded_options(group: Mapping[str, object]) -> ParamGroup:
-    """Return {name: value} of the options of a param group that a checkpoint may set: all but its parameters, their
-    names, and `OWN_FLAGS`."""
+    """Return those options of a param group that a checkpoint may set, {option: value}: all but its parameters, their
+    names, and foreach, fused, capturable and differentiable."""
     return {k: v for k, v in group.items() if k not in OWN_FLAGS and k not in ("params", "param_names")}
 
 

@@ -53,6 +53,18 @@ class LiveJob:
     def __init__(
         self, model: torch.nn.Module, optimizer: job_optimizers.Optimizers, scheduler: Any, opened: LiveReader
     ) -> None:
+        """Collect the names that the job and the checkpoint have; nothing is loaded yet.
+
+        Args:
+            model: the module, sharded or not.
+            optimizer: None, its optimizer, or several in an iterable.
+            scheduler: the scheduler to load, with state_dict() and load_state_dict(); None for none.
+            opened: the reader of the open checkpoint.
+
+        Raises:
+            Unsupported: the model is wrapped by FSDP1, or on the meta device.
+            UsageError: `optimizer` is something else, or a parameter is in two of the optimizers.
+        """
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
         from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -124,7 +136,9 @@ class LiveJob:
         self.opened.small = run_on_first_rank(read, "cannot load the checkpoint, so no rank does")
 
     def _is_small(self, e: TensorEntry) -> bool:
-        """Tell whether an entry is a small tensor that every rank needs whole."""
+        """Tell whether an entry of the checkpoint is one that `share_small` reads on rank 0 for all ranks: an option of
+        a param group, an extra state, a step counter that is needed as the job's step, or an entry of at most 1 MiB
+        outside model and optimizer."""
         if e.is_optimizer_state:
             return "trainer.step" not in self.entries and e.path[-1] == "step" and self.opened.is_scalar_state(e)
         if e.component in ("model", "optim"):
@@ -162,8 +176,12 @@ class LiveJob:
                 raise Unsupported(f'"{name}" is not in {self.opened.path}.', code="CKPT0338")
 
     def _iterate_leaf_names(self, tree: Mapping[str, object], path: tuple[str, ...]) -> Iterator[str]:
-        """Yield the dotted names of the leaves of a nested state dict; `path` are the keys under which it lies in a
-        larger one."""
+        """Yield the dotted name of each leaf of a nested dict, such as "model.norm.weight".
+
+        Args:
+            tree: the nested dict.
+            path: keys that lead to `tree` in a larger dict, with which every name begins; () for the outermost.
+        """
         for key, x in tree.items():
             if isinstance(x, dict):
                 yield from self._iterate_leaf_names(x, (*path, str(key)))
@@ -244,13 +262,13 @@ class LiveJob:
             )
 
     def _compare_tied(self, tied: Mapping[str, Sequence[str]]) -> list[str]:
-        """Compare the checkpoint's tensors for the names of one tied parameter, in this rank's part, and keep one of
-        the names in `wanted`. Return a sentence for each difference.
+        """Compare the tensors that the checkpoint has under the different names of one tied parameter (only this rank's
+        part of them), and leave only one of the names in `wanted`. Return a sentence for each pair that differs.
 
         Nothing is read if the index shows that the tensors are the same bytes.
 
         Args:
-            tied: {FQN: the other names of the same parameter}.
+            tied: {FQN: the other FQNs of the same parameter}.
         """
         problems = []
         model = self.wanted["model"]
@@ -396,7 +414,14 @@ class LiveJob:
         groups: Mapping[int, ParamGroup],
         plans: Sequence[tuple[ParamGroup, int | None]],
     ) -> None:
-        """Add a note for each param group of the job that keeps its own options; arguments as in `_choose_groups`."""
+        """Add a note for each param group of the job that keeps all of its options, since the checkpoint has no group
+        with its parameters, or some of them, since the checkpoint's group lacks these.
+
+        Args:
+            names: {id() of a live parameter: its FQNs}.
+            groups: {number of a param group in the checkpoint: its options and "params"}.
+            plans: [(live param group, number of the checkpoint's group for it; None if there is none)].
+        """
         for k, (group, i) in enumerate(plans):
             if i is None and group["params"]:
                 self.notes.append(
@@ -563,8 +588,9 @@ class LiveJob:
         return []
 
     def _read_rest(self) -> None:
-        """Read the entries that belong to neither model nor optimizer nor to a scheduler that is loaded into `rest`,
-        and set `step`. Large tensors are left out, with a note."""
+        """Read into `rest` the entries outside model and optimizer (without the scheduler's if a scheduler is loaded),
+        as a nested dict, and set `step` to the number of steps trained, None if the checkpoint does not tell. Tensors
+        of more than 1 MiB are left out, with a note."""
         entries: dict[str, TensorEntry | Value] = {}
         for n, e in self.entries.items():
             component = e.component
@@ -589,8 +615,9 @@ class LiveJob:
         self.step = int(step) if step is not None and math.isfinite(step) else None
 
     def _has_no_place(self, e: TensorEntry | Value) -> bool:
-        """Tell whether an entry lies beside what is loaded of model and optimizer: a value of the model that is no
-        extra state, or what an optimizer has besides its state and its param groups."""
+        """Tell whether an entry of the checkpoint's model or optimizer can be loaded into nothing of the job: a value
+        of the model that is no extra state, or an entry of the optimizer that is neither its state nor a param
+        group."""
         if e.component == "optim":
             return bool(self.optimizers) and not e.is_optimizer_state and not e.is_param_group
         of_model = e.component == "model" and isinstance(e, Value) and e.path[-1] != MARK
@@ -709,7 +736,8 @@ class LiveJob:
 
 
 def _is_extra_state(name: str) -> bool:
-    """Tell whether a name of a state dict is that of what a module's get_extra_state() returns."""
+    """Tell whether a key of a model's state dict is that of an extra state, which a module's get_extra_state() returns,
+    such as "layer._extra_state"."""
     return _EXTRA_STATE.fullmatch(name) is not None
 
 
@@ -741,12 +769,12 @@ def _get_memory_address(t: torch.Tensor) -> int:
 
 
 def _describe_differing_options(options: Mapping[str, object], every: Mapping[int, Mapping[str, object]]) -> str:
-    """Return a text with those options of a param group in which it differs from another group: "lr 0.1, betas (0.9,
-    0.95)"; "the same" if there are none.
+    """Return a text with those options of a param group that have another value in any of the other groups, such as "lr
+    0.1, betas (0.9, 0.95)"; "the same" if there are none.
 
     Args:
         options: {option: value} of the group.
-        every: {number: options} of the groups to compare with.
+        every: {number of a group: its {option: value}} of the groups to compare with.
     """
     keys = [k for k, v in options.items() if any(o.get(k) != v for o in every.values())]
     return ", ".join(f"{k} {short(options[k])}" for k in keys) or "the same"

@@ -148,8 +148,14 @@ def iterate_leaves(live: Any, names: Container[str], path: Keys = ()) -> Iterato
 
 
 def set_value_at(tree: Any, path: Keys, value: object) -> Any:
-    """Set a value at a path of nested containers, and return the outermost one: the same object changed in place, or a
-    new one if it is a tuple."""
+    """Set a value inside nested containers, and return the outermost container: the same object, changed in place, or a
+    new one if it is a tuple.
+
+    Args:
+        tree: the outermost container, of mappings, lists and tuples.
+        path: the keys and indices that lead from `tree` to the value; at least one.
+        value: the new value.
+    """
     key, *rest = path
     if rest:
         value = set_value_at(tree[key], tuple(rest), value)
@@ -204,7 +210,12 @@ def _describe_difference(name: str, live: object, want: object) -> str:
 
 
 def _join_name(name: str, key: object) -> str:
-    """Return the dotted name of an item in a container; `name` is that of the container, which may be ""."""
+    """Return the dotted name of an item in a container, such as "milestones.3".
+
+    Args:
+        name: dotted name of the container; "" for the outermost.
+        key: key or index of the item.
+    """
     return f"{name}.{key}" if name else str(key)
 
 

@@ -23,6 +23,13 @@ class NameLookup:
     """
 
     def __init__(self, ckpt: Checkpoint, pieces: Mapping[str, Value] = MappingProxyType({})) -> None:
+        """Index the names of a checkpoint's entries.
+
+        Args:
+            ckpt: the index of the checkpoint.
+            pieces: {canonical name: value} of further entries that `find` may return, for values that are dicts and
+                that torch asks for piece by piece.
+        """
         entries: dict[str, TensorEntry | Value] = {**pieces, **ckpt.tensors, **ckpt.values}
         self._entries = entries
         self._own: dict[str, str] = {}
@@ -89,9 +96,15 @@ class NameLookup:
             )
 
     def _iterate_aliases(self, asked: str) -> Iterator[tuple[str, str]]:
-        """Yield (canonical name that the job's name may mean, how it was understood); the canonical names need not
-        exist. The second is "" for a name that begins with a component, "bare" for an FQN alone, and "key K" if a
-        leading key K was removed."""
+        """Yield (canonical name, how the job's name was read to mean it) for every meaning that a name of the job may
+        have; the checkpoint need not have an entry of that canonical name.
+
+        How it was read is "" for a name with its component, "bare" for an FQN alone, and "key K" if a leading key K was
+        removed.
+
+        Args:
+            asked: the name that the job uses, such as "app.model.norm.weight".
+        """
         top, _, rest = asked.partition(".")
         yield from ((n, "") for n in self._iterate_spelled_names(asked))
         if top in COUNTERS:
@@ -103,8 +116,8 @@ class NameLookup:
             yield from ((n, f"key {top}") for n in self._iterate_spelled_names(rest))
 
     def _iterate_spelled_names(self, name: str) -> Iterator[str]:
-        """Yield the canonical names that a name may mean if its first part is a trainer's word for a component
-        ("optimizer.", "state_dict."); nothing for other names."""
+        """Yield the canonical names that a name may mean if its first part is a word that trainers use for a component
+        ("optimizer.", "state_dict."); nothing for other names. The checkpoint need not have entries of these names."""
         top, _, rest = name.partition(".")
         role = ROLES.get(top)
         if role and rest:
@@ -113,11 +126,12 @@ class NameLookup:
                 yield from self._iterate_component_names(role, rest[2:])
 
     def _iterate_component_names(self, role: str, rest: str) -> Iterator[str]:
-        """Yield the canonical names that the rest of a name may mean; they need not exist.
+        """Yield the canonical names that a name of a known component may mean; the checkpoint need not have entries of
+        these names.
 
         Args:
-            role: the component, such as "model" or "optim".
-            rest: what follows the word for the component.
+            role: the component as canonical names begin with it, such as "model" or "optim".
+            rest: the name without its first part, which was the job's word for the component.
         """
         yield f"{role}.{rest}"
         if role == "model":

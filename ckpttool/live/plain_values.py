@@ -20,13 +20,14 @@ __all__ = ["is_lossless_cast", "to_plain", "to_torch_dtype"]
 
 
 def to_plain(x: Any, name: str) -> Any:
-    """Convert a value to objects that torch's planner may get: plain data, real numpy arrays and torch constants.
+    """Convert a value of a checkpoint to objects that torch's planner may get: plain Python data, numpy arrays,
+    tensors, and dtypes of torch.
 
     An array is made of its dtype, shape and bytes; no code that the checkpoint names is called.
 
     Args:
-        x: the inert data that was parsed from a pickle.
-        name: name of the entry, for messages.
+        x: the value as it was parsed from a pickle, without an instance of any class that the pickle names.
+        name: canonical name of its entry, for messages.
 
     Raises:
         Unsupported: it holds an instance of any other class.

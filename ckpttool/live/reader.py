@@ -52,6 +52,13 @@ class LiveReader:
     tuning = Tuning()
 
     def __init__(self, path: str | os.PathLike[str], opened: OpenCheckpoint, progress: Progress | None = None) -> None:
+        """Prepare the reading of an open checkpoint; no tensor is read yet.
+
+        Args:
+            path: path or URL of the checkpoint.
+            opened: the open checkpoint.
+            progress: called with ("load", bytes read, bytes in all) of this rank; None for nobody.
+        """
         self.progress, self._opened = progress, opened
         self.path = os.fspath(path)
         self.source: Source = opened.source
@@ -151,10 +158,11 @@ class LiveReader:
         self._locate_chunks(places)
 
     def _locate_chunks(self, places: Mapping[str, set[int]]) -> None:
-        """Let the layout parse the framing of some chunks, and keep where their raw bytes are.
+        """Let the layout parse the items (such as files of torch.save) that contain some chunks, and keep in `_located`
+        where the raw bytes of these chunks are.
 
         Args:
-            places: {canonical name: positions of the chunks in `entry.chunks`}.
+            places: {canonical name of a tensor: positions of the chunks in its `chunks`}.
 
         Raises:
             Corrupt: an item is damaged, or ends outside its file.

@@ -82,6 +82,15 @@ class SlicePlanner:
     """Plans which byte ranges of one file make up a slice of a tensor."""
 
     def __init__(self, file: int, dtype: str, *, casts: bool, tuning: Tuning) -> None:
+        """Keep the arguments.
+
+        Args:
+            file: number of the file, its position in the checkpoint's list of files.
+            dtype: name of the dtype in the file, such as "bfloat16".
+            casts: whether the target has another dtype than the tensor, so that bytes cannot go straight into its
+                memory.
+            tuning: how large a staging buffer and a single read may be.
+        """
         self.file, self.dtype, self.casts, self.tuning = file, dtype, casts, tuning
         self.stage = tuning.stage_bytes
         self.item = ITEMSIZE[dtype]
@@ -237,6 +246,13 @@ class TensorLoader:
     """Reads pieces into their places, with a few threads; each has its own staging buffers."""
 
     def __init__(self, source: Source, files: Sequence[str], tuning: Tuning) -> None:
+        """Keep the arguments.
+
+        Args:
+            source: the open checkpoint's folder or file, from which the bytes are read.
+            files: names of the checkpoint's files; the `file` of a piece is a position in this list.
+            tuning: how large a staging buffer and a single read may be.
+        """
         self.source, self.files, self.tuning = source, files, tuning
         self.bytes_read = 0
         self._local = threading.local()

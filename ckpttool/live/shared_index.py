@@ -44,14 +44,15 @@ _COLUMNS = ("start", "shape", "file", "offset", "length")
 def open_alone(
     path: str | os.PathLike[str], options: opening.OpenOptions, ignore_recorded_digests: bool = False
 ) -> opening.OpenCheckpoint:
-    """Open a checkpoint in this process, with its names and its recorded digests. If this process is alone (no other
-    ranks), the raw byte ranges of all tensors are found, too; otherwise `dcp.load` lets one rank do that
-    (torch_reader.py).
+    """Open a checkpoint in this process alone, which is no collective, and read its recorded digests.
+
+    In a job of one rank, the raw byte ranges of all tensors are found, too; in a larger job `dcp.load` lets its
+    coordinator do that (torch_reader.py).
 
     Args:
-        path: of the checkpoint.
+        path: path or URL of the checkpoint.
         options: how it is read.
-        ignore_recorded_digests: tensors will not be compared with their recorded digests.
+        ignore_recorded_digests: whether to leave tensors uncompared with their recorded digests.
 
     Raises:
         CkpttoolError: it cannot be opened, or must not be loaded.
@@ -66,13 +67,15 @@ def open_alone(
 def _open_and_check(
     path: str | os.PathLike[str], options: opening.OpenOptions, ignore_recorded_digests: bool
 ) -> tuple[opening.OpenCheckpoint, CkpttoolError | None]:
-    """Open a checkpoint and read its recorded digests, and return (the open checkpoint, the error why it must not be
-    loaded or None).
+    """Open a checkpoint and read its recorded digests.
 
     Args:
-        path: of the checkpoint.
+        path: path or URL of the checkpoint.
         options: how it is read.
-        ignore_recorded_digests: tensors will not be compared with their recorded digests.
+        ignore_recorded_digests: whether to leave tensors uncompared with their recorded digests.
+
+    Returns:
+        (the open checkpoint, the error that forbids to load it; None if it may be loaded).
 
     Raises:
         CkpttoolError: it cannot be opened.
@@ -118,12 +121,12 @@ def has_unparsed_items(ckpt: Checkpoint) -> bool:
 
 
 def locate_tensors(opened: opening.OpenCheckpoint, some: dict[str, TensorEntry]) -> Checkpoint:
-    """Parse the items of some tensors, and return an index of these tensors only, with their raw byte ranges, which are
-    not checked.
+    """Parse the items (such as files of torch.save) that contain some tensors, and return an index of these tensors
+    only, with their raw byte ranges. These ranges are not checked.
 
     Args:
-        opened: the open checkpoint.
-        some: {canonical name: entry with the chunks that are wanted}.
+        opened: the open checkpoint, whose layout has such items.
+        some: {canonical name: its entry, with only the chunks that are wanted}.
 
     Raises:
         Corrupt: an item is damaged.
@@ -224,8 +227,11 @@ def open_index_together(
 
 
 def _identify_place(path: str | os.PathLike[str]) -> tuple[object, ...]:
-    """Return a tuple that is equal on two ranks if both see the same folder or file under the path: (URL,), or (real
-    path, time of its last change in ns), or (path, errno) if it cannot be accessed."""
+    """Return a tuple that is equal on two ranks if both see the same folder or file under a path.
+
+    The tuple is (URL,) for a URL, (real path, time of its last change in ns) for a local path, and (path, errno) for a
+    local path that cannot be accessed.
+    """
     text = os.fspath(path)
     if urls.is_url(text):
         return (text,)
@@ -414,10 +420,10 @@ def _select_chunks_of_rank(tensors: Mapping[str, TensorEntry], rank: int, world:
 
 
 def _merge_located_parts(ckpt: Checkpoint, parts: list[_LocatedPart]) -> Checkpoint:
-    """Return the complete index with the raw byte ranges that the ranks found.
+    """Return the complete index, with the raw byte ranges that all ranks found in their files.
 
     Args:
-        ckpt: the index without them.
+        ckpt: the index without raw byte ranges.
         parts: what each rank found in its files, in the order of ranks.
     """
     import numpy as np

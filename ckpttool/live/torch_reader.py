@@ -49,13 +49,29 @@ class EntriesByAnyName(dict[str, TensorStorageMetadata | BytesStorageMetadata]):
     """Entries by canonical name; other names are looked up as `NameLookup` understands them."""
 
     def __init__(self, names: NameLookup) -> None:
+        """Make an empty dict.
+
+        Args:
+            names: finds the canonical name for a name that a job uses.
+        """
         super().__init__()
         self.names = names
 
     def __contains__(self, asked: object) -> bool:
+        """Tell whether the checkpoint has an entry for a name, which may be any that a job uses for it.
+
+        Raises:
+            Unsupported: the name fits several entries.
+        """
         return super().__contains__(asked) or (isinstance(asked, str) and self.names.find(asked) is not None)
 
     def __missing__(self, asked: str) -> object:
+        """Return the entry for a name that is no key of the dict but that a job may use for one.
+
+        Raises:
+            KeyError: the checkpoint has no such entry.
+            Unsupported: the name fits several entries.
+        """
         found = self.names.find(asked)
         if found is None:
             raise KeyError(asked)
@@ -83,6 +99,14 @@ class AnyLayoutReader(StorageReader):
         progress: Progress | None,
         open_other: Callable[[str | os.PathLike[str]], OpenCheckpoint] | None = None,
     ) -> None:
+        """Make a reader of an open checkpoint.
+
+        Args:
+            path: path or URL of the checkpoint.
+            opened: the open checkpoint.
+            progress: called with ("load", bytes read, bytes in all) of this rank; None for nobody.
+            open_other: opens another checkpoint if torch passes another path to `reset`; None to ignore that path.
+        """
         super().__init__()
         self._open_other, self._progress = open_other, progress
         self._open = LiveReader(path, opened, progress)
@@ -108,8 +132,12 @@ class AnyLayoutReader(StorageReader):
         return self._open
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None, *args: object, **kwargs: object) -> None:
-        """Open another checkpoint if torch gives another path; called by torch at the beginning of a load. None, or the
-        path that is open, changes nothing."""
+        """Open another checkpoint if torch passes another path; torch calls this at the beginning of a load.
+
+        Args:
+            checkpoint_id: the path that torch passes; None, or the path that is open, changes nothing.
+            args, kwargs: whatever else a version of torch passes; not used.
+        """
         if self._open_other is not None and checkpoint_id is not None and os.fspath(checkpoint_id) != self._open.path:
             self._open.source.close()
             self._open = LiveReader(checkpoint_id, self._open_other(checkpoint_id), self._progress)
@@ -317,6 +345,7 @@ class AnyLayoutReader(StorageReader):
         return os.path.exists(checkpoint_id)
 
     def __del__(self) -> None:
+        """Close the open files of the checkpoint, since torch does not tell a reader when it is no longer needed."""
         opened = self.__dict__.get("_open")
         if opened is not None:
             opened.source.close_files()
@@ -359,12 +388,14 @@ def _fill_with_number(target: Tensor, number: int | float, name: str) -> None:
 
 
 def _as_held_type(number: Any, held: Any) -> object:
-    """Convert a number of an optimizer's state to the type that the job keeps, if that loses nothing; otherwise return
-    it unchanged, a 0-dim tensor as a plain number.
+    """Convert a number of an optimizer's state to the Python type that the job has it in (bool, int or float).
+
+    A number that this type does not have is returned as a plain number of its own type instead. If the job has an
+    object of any other type, such as a tensor, `number` itself is returned.
 
     Args:
         number: the checkpoint's number, plain or a 0-dim tensor.
-        held: the job's object; if it is no bool, int or float, `number` itself is returned.
+        held: the job's object in that place, of which only the type matters.
     """
     if type(held) not in (bool, int, float):
         return number

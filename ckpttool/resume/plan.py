@@ -69,6 +69,7 @@ class RunPlanner:
         """Keep what `plan` needs.
 
         Args:
+            request: what the user asked for.
             device: "cuda" or "cpu".
             mesh: {dimension: ranks} of the candidate's job.
             open_scratch: called once by `plan`; returns the folder for the save of the round trip, or None.
@@ -156,8 +157,8 @@ class RunPlanner:
         return RunPlan(runs, noise)
 
     def _inspect_checkpoints(self) -> tuple[_Side, _Side | None]:
-        """Return the path, step and config folder of the checkpoint and of the original that it is compared with, or
-        None.
+        """Open the checkpoint of the request, and the original that it is compared with, and return (checkpoint,
+        original): for each its path, step and config folder. The original is None if there is none.
 
         With another Python and without `against` the original is the checkpoint itself. The `source_layout` of the
         request is only used for the checkpoint.
@@ -172,10 +173,13 @@ class RunPlanner:
         return source, self._inspect_checkpoint(request.against, original)
 
     def _inspect_checkpoint(self, path: str | os.PathLike[str], reading: OpenOptions) -> _Side:
-        """Open a checkpoint, and find its step and the folder of its config.json.
+        """Open a checkpoint, and return its path, its step, and its folder if that has a config.json (otherwise None).
 
-        The step is `start_step` of the request if that is given. The folder is None if the checkpoint's has no
-        config.json.
+        The step is `start_step` of the request if that is given.
+
+        Args:
+            path: path of the checkpoint.
+            reading: how it is read.
         """
         start = self.request.start_step
         with open_checkpoint(path, reading) as opened:

@@ -252,10 +252,12 @@ def check_fresh_request(request: VerifyRequest) -> None:
 
 
 def _make_scratch_folder(request: VerifyRequest, stack: ExitStack, shared: str | None) -> str | None:
-    """Make a folder in `request.scratch` for the save of the round trip or of a fresh job, and return it.
+    """Return the path of a folder for the save of the round trip or of a fresh job.
 
-    `stack` removes it at its end. Without `scratch` or a save, `shared` is returned: a folder that all ranks share, or
-    None.
+    Args:
+        request: if it has a `scratch` and such a save, a new folder is made in `scratch`.
+        stack: removes the new folder when the stack is closed.
+        shared: path of a folder that all ranks share, or None; it is returned if no folder is made.
     """
     if request.scratch is None or not (request.round_trip or request.fresh):
         return shared

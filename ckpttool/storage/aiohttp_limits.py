@@ -26,6 +26,15 @@ class _BoundedReader:
     arrive."""
 
     def __init__(self, stream: Any, budget: RequestBudget, most: int, counted: bool, ignored: bool) -> None:
+        """Wrap the body of a response.
+
+        Args:
+            stream: the body, aiohttp's StreamReader.
+            budget: the request budget of the response; gives the errors.
+            most: bytes that the body may have.
+            counted: whether the bytes count against the budget: those of a response without a range.
+            ignored: whether the server sends the whole object, although a range of it was asked for.
+        """
         self._stream, self._budget, self._most, self._counted, self._ignored = (
             stream,
             budget,
@@ -36,6 +45,7 @@ class _BoundedReader:
         self._got = 0
 
     def __getattr__(self, name: str) -> Any:
+        """Return the wrapped stream's attribute of that name, for all that this class does not define."""
         return getattr(self._stream, name)
 
     async def read(self, n: int = -1) -> bytes:

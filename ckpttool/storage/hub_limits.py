@@ -100,6 +100,15 @@ class _BoundedBody:
     arrive."""
 
     def __init__(self, stream: Any, budget: RequestBudget, most: int, *, counted: bool, ignored: bool) -> None:
+        """Wrap the body of a response.
+
+        Args:
+            stream: the body, an iterable of bytes with `close`.
+            budget: the request budget of the response; gives the errors.
+            most: bytes that the body may have.
+            counted: whether the bytes count against the budget: not those of ranges and downloads.
+            ignored: whether the response has status 200: the whole object, even if a range of it was asked for.
+        """
         self._stream, self._budget, self._most, self._counted, self._ignored = (
             stream,
             budget,
@@ -109,6 +118,11 @@ class _BoundedBody:
         )
 
     def __iter__(self) -> Iterator[bytes]:
+        """Yield the pieces of the body, as bytes.
+
+        Raises:
+            RemoteError: the body is longer than allowed, or would fill the memory once it is parsed.
+        """
         got, whole = 0, bytearray()
         for data in self._stream:
             got += len(data)
@@ -130,9 +144,11 @@ class _WatchedBackend:
     """httpcore's network backend, whose streams are watched."""
 
     def __init__(self, backend: Any) -> None:
+        """Wrap `backend`, a network backend of httpcore."""
         self._backend = backend
 
     def __getattr__(self, name: str) -> Any:
+        """Return the wrapped backend's attribute of that name, for all that this class does not define."""
         return getattr(self._backend, name)
 
     def connect_tcp(self, *args: Any, timeout: float | None = None, **how: object) -> object:
@@ -148,10 +164,12 @@ class _WatchedStream:
     """httpcore's network stream: waiting for an answer ends when too few bytes arrive in too long a time."""
 
     def __init__(self, stream: Any) -> None:
+        """Wrap `stream`, a network stream of httpcore, and begin to measure the wait for a response."""
         self._stream = stream
         self._waited, self._got, self._sent = 0.0, 0, time.monotonic()
 
     def __getattr__(self, name: str) -> Any:
+        """Return the wrapped stream's attribute of that name, for all that this class does not define."""
         return getattr(self._stream, name)
 
     def start_tls(self, *args: Any, **how: object) -> object:

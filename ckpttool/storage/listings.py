@@ -160,7 +160,9 @@ def list_tree(fs: AbstractFileSystem, path: str, url: str) -> Iterator[tuple[str
     a page for each request; None if the store cannot list recursively (all but S3, GCS and Azure).
 
     Args:
-        fs, path, url: as for `list_entries`.
+        fs: fsspec's file system of the store.
+        path: of the folder in `fs`, without a slash at its end.
+        url: of the folder, for messages.
 
     Raises (while iterating):
         Unsafe: a name leads out of the folder.

@@ -56,6 +56,15 @@ class LocalDestination(ParallelDestination):
     max_open_finished = 64  # a layout may have a file for every tensor
 
     def __init__(self, target: str, is_file: bool, plan: str, need_bytes: int, force: bool) -> None:
+        """Lock the destination, and prepare the partial folder in which it is built.
+
+        Args:
+            target: path of the destination.
+            is_file: a file will be written there, not a folder.
+            plan: digest of the plan; only a partial folder of the same plan is resumed.
+            need_bytes: bytes that the destination will take on disk.
+            force: an existing target of the same kind may be replaced.
+        """
         self.leftovers = leftovers = partial.LeftoverFiles(target)
         self.target, self.parent, self.name = leftovers.target, leftovers.parent, leftovers.name
         self.is_file, self.force, self.plan = is_file, force, plan

@@ -31,6 +31,13 @@ class ObjectFile(DestinationFile):
     def __init__(
         self, path: str, send: Callable[[bytes | memoryview], None], end: Callable[[], None] = lambda: None
     ) -> None:
+        """Make a file of an upload.
+
+        Args:
+            path: URL of the file.
+            send: called with the next bytes of the file.
+            end: called when the last byte was appended.
+        """
         self.path, self._send, self._end, self.at = path, send, end, 0
 
     def append(self, data: bytes | memoryview) -> None:
@@ -200,6 +207,14 @@ class ObjectDestination(_UploadDestination):
     upload: ObjectUpload
 
     def __init__(self, url: str, need_bytes: int, force: bool, lock: Mapping[str, Any]) -> None:
+        """Prepare the upload of one object.
+
+        Args:
+            url: of the object.
+            need_bytes: bytes that the object is expected to have.
+            force: an existing object may be replaced.
+            lock: S3's arguments for an object lock, {name: value}; {} for none.
+        """
         super().__init__(url, ObjectUpload(url, force=force, lock=lock, expect_bytes=need_bytes, keep_parts=True))
         if lock and not self.upload.locked:
             self.messages.append(

@@ -127,7 +127,7 @@ class ComputedSource(OverlaySource):
 
 
 def name_in_joined(name: str) -> str:
-    """Return the name under which a `JoinedSource` has the file `name` of its second checkpoint."""
+    """Return the name, in a `JoinedSource`, of the file that its second checkpoint calls `name`."""
     return _OTHER + name
 
 
@@ -139,6 +139,7 @@ class JoinedSource(OverlaySource):
     """
 
     def __init__(self, inner: Source, other: Source | None = None) -> None:
+        """Join `inner`, the source of the first checkpoint, and `other`, that of the second; None for none."""
         super().__init__(inner, *([] if other is None else [other]))
 
     @property
@@ -302,6 +303,7 @@ class PatchedSource(OverlaySource):
         patches: Mapping[str, Patch],
         patch_missing: Callable[[str], Patch | None] = lambda name: None,
     ) -> None:
+        """Patch files of the source `inner`; the class describes the other arguments."""
         super().__init__(inner)
         self.patches, self._patch_missing = dict(patches), patch_missing
 

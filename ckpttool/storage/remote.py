@@ -173,6 +173,7 @@ class RemoteSource(Source):
     sizes = FetchSizes()
 
     def __init__(self, url: str) -> None:
+        """Open fsspec's file system for a URL, that of a folder of objects; no object is requested yet."""
         self._fs, self._prefix, self._query = filesystem_for(url)
         self._web = url.lower().startswith("http")
         self._hub = url.lower().startswith("hf://")
@@ -280,8 +281,12 @@ class RemoteSource(Source):
         return sorted(self._listed[folder])
 
     def _find_listed_identity(self, name: str) -> Identity | bool | None:
-        """Return what earlier listings say about a name: its identity; False if there is no such object; None if it is
-        a folder, or if they do not tell."""
+        """Return what earlier listings say about a name; sends no request.
+
+        Returns:
+            The identity of the object; False if there is no such object; None if the name is a folder, if its folder
+            was not listed, or if the listing does not tell, as that of a web server.
+        """
         if self._web:  # pages for people need not list everything
             return None
         parts = name.split("/")
@@ -637,7 +642,7 @@ def get_commit_hash(found: Any, url: str) -> str:
     """Return the commit of a revision, in hex.
 
     Args:
-        found: what huggingface_hub's `repo_info` answered.
+        found: the answer of huggingface_hub's `repo_info`, whose attribute `sha` is the commit.
         url: of the repository, for messages.
 
     Raises:

@@ -64,7 +64,13 @@ class SharedObjects:
         return self.cells[name]
 
     def open_range(self, name: str, pool: WriterPool, start: int) -> CellRange:
-        """Return a file that writes the object `name` from byte `start` on; `pool` is ignored."""
+        """Return a writer that uploads an object's bytes from a given one on.
+
+        Args:
+            name: of the object, relative to the destination.
+            pool: ignored; here because `SharedTree.open_range` writes with it.
+            start: offset in the object of the first byte to write, in bytes.
+        """
         return CellRange(self.cells_of(name), start)
 
     def record_part(self, number: int, result: Mapping[str, object]) -> None:
@@ -72,8 +78,11 @@ class SharedObjects:
         disk.)"""
 
     def finish_sending(self) -> dict[str, object]:
-        """Wait until all cells are uploaded, and return {"cells": {file: {cell number: its ETag}}, "kept": how many of
-        these cells an earlier run had uploaded already}.
+        """Wait until all cells are uploaded, and return what was uploaded.
+
+        Returns:
+            {"cells": {object name: {cell number, from 0 on: ETag of the cell}}, "kept": how many of these cells an
+                earlier run had uploaded already}.
 
         Raises:
             RemoteError: the store fails, or the coordinator has completed or aborted the upload.
@@ -96,6 +105,16 @@ class Cells:
     """The cells of one object. Bytes come in ascending order, with gaps; a cell is sent when it is full."""
 
     def __init__(self, url: str, upload: str, shared: SharedObjects) -> None:
+        """Start without bytes.
+
+        Args:
+            url: URL of the object.
+            upload: id of its multipart upload, which the coordinator began.
+            shared: the worker's view of the destination, which gives the size of a cell and the threads that send.
+
+        Raises:
+            RemoteError: this machine does not recognise the URL as one of S3.
+        """
         at = s3_object(url)
         if at is None:
             raise RemoteError(

@@ -38,6 +38,13 @@ class SharedTree:
     """
 
     def __init__(self, shared: Mapping[str, Any]) -> None:
+        """Keep what the coordinator shares; nothing is opened.
+
+        Args:
+            shared: what `LocalDestination.share` returned: {"folder": the partial folder, "fence": (inode, bytes) of
+                its journal, "plan": digest of the plan, "coherent": whether all machines share one page cache of the
+                folder}.
+        """
         self.folder, self.fence, self.plan = str(shared["folder"]), tuple(shared["fence"]), str(shared["plan"])
         self.coherent = bool(shared["coherent"])
 
@@ -84,11 +91,11 @@ class SharedTree:
         """Do nothing: nothing is open."""
 
     def record_part(self, number: int, result: Mapping[str, object]) -> None:
-        """Record durably that a part of the plan is filled; its bytes must be durable already.
+        """Record durably that a part of the plan is filled; the bytes of the part must be durable already.
 
         Args:
             number: of the part.
-            result: what is recorded of it: digests, CRC32s, bytes, ...
+            result: facts about the part, as plain data for JSON: its digests, CRC32s, number of bytes, ...
 
         Raises:
             CkpttoolError: the destination is no longer being filled, or it cannot be written.
@@ -129,8 +136,8 @@ def has_coherent_page_cache(folder: str, mounts: str = "/proc/self/mountinfo") -
 
 
 def read_filled_parts(folder: str, plan: str) -> dict[int, dict[str, object]]:
-    """Read {part number: the result that its worker recorded} for the complete parts of a plan; malformed files and
-    those of other plans are ignored.
+    """Return {part number: result} of the complete parts of a plan, where the result is what a worker gave to
+    `SharedTree.record_part`. Malformed files and those of other plans are ignored.
 
     Args:
         folder: the partial folder, in which the destination is built.

@@ -102,7 +102,8 @@ def read_error(e: OSError, path: str) -> CkpttoolError:
 
 @contextmanager
 def closed_on_error(sources: Iterable[Source]) -> Iterator[None]:
-    """Close these sources if the block raises; those that it adds to them, too."""
+    """Return a context manager that closes all of `sources` if its block raises, including those that the block adds to
+    `sources`."""
     try:
         yield
     except BaseException:
@@ -133,6 +134,14 @@ class Source:
     _closed = False
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
+        """Keep the path of the folder; no file is opened yet.
+
+        Args:
+            root: path of the folder.
+
+        Raises:
+            Corrupt: there is no such folder.
+        """
         self.root = os.path.abspath(root)
         if not os.path.isdir(self.root):
             raise Corrupt(f"{self.root}: no such folder.", code="CKPT0401")
@@ -160,13 +169,16 @@ class Source:
 
     @property
     def sibling_names(self) -> frozenset[str]:
-        """Return the files of the parent folder that this source also has, as "../NAME" (`SiblingsSource`); the set
-        holds the NAMEs."""
+        """Return the names of the files in the parent folder that this source also offers as "../NAME", each as NAME
+        alone. Empty unless the source is, or patches, a `SiblingsSource`."""
         return frozenset()
 
     def list(self, folder: str = "") -> list[str]:
-        """Return the sorted names of the entries of a folder, relative to the source; "" for the source's own. [] if
-        there is no such folder.
+        """Return the sorted names of the files and folders that lie directly in a folder, each without the folder; []
+        if there is no such folder.
+
+        Args:
+            folder: path relative to the source; "" for the source's own folder.
 
         Raises:
             Corrupt: the source's own folder cannot be listed; NotPermitted where the user may not.
@@ -191,8 +203,8 @@ class Source:
         return os.path.isfile(os.path.join(self.root, name))
 
     def glance(self, name: str) -> tuple[bool, int | None]:
-        """Return (whether a name that `list` gave is a folder, bytes of the file or None if they are not known); opens
-        nothing."""
+        """Return (whether the path `name`, relative to the source, is a folder; size of the file in bytes, None for a
+        folder or if unknown). No file is opened."""
         try:
             st = os.stat(os.path.join(self.root, name))
         except (OSError, ValueError):
@@ -440,8 +452,8 @@ class Source:
         it."""
 
     def framed(self, name: str) -> FramedFile:
-        """Return the items of an object whose offsets are assumed (frames.py); only for a source that
-        `proves_later`."""
+        """Return the items of the object `name`, at offsets that a layout assumed without reading the items' headers
+        (frames.py). Only a source with `proves_later` has them; others raise NotImplementedError."""
         raise NotImplementedError
 
     def count_unproved(self) -> tuple[int, int]:
@@ -544,6 +556,7 @@ class Source:
             )
 
     def __del__(self) -> None:
+        """Close the source if it has open files, with a ResourceWarning if a program opened it and never closed it."""
         if not getattr(self, "_open", None):  # a subclass has none
             return
         if self.is_users:
@@ -556,9 +569,11 @@ class Source:
         self.close()
 
     def __enter__(self) -> Source:
+        """Return this source, which the end of the `with` block closes."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close this source; an exception in the block is not caught."""
         self.close()
 
 
@@ -573,6 +588,12 @@ class OverlaySource(Source):
     """
 
     def __init__(self, *sources: Source, local: bool = False) -> None:
+        """Take over the root, the revision and `is_remote` of the first source.
+
+        Args:
+            sources: at least one; closing this source closes all of them.
+            local: whether each file can be opened on this machine, so that `borrow_fd` works for every name.
+        """
         self.sources, self.local = sources, local
         self.root, self.is_remote, self.commit = self.inner.root, self.inner.is_remote, self.inner.commit
 
@@ -591,8 +612,12 @@ class OverlaySource(Source):
         return self.inner, name
 
     def name_here(self, number: int, name: str) -> str:
-        """Return the name in this source of a file that is called `name` in `sources[number]`: the inverse of
-        `locate`."""
+        """Return the name that a file has in this source; the inverse of `locate`.
+
+        Args:
+            number: index in `sources` of the source that has the file.
+            name: the file's name in that source.
+        """
         return name
 
     def list(self, folder: str = "") -> list[str]:
@@ -707,6 +732,12 @@ class FolderOfSource(OverlaySource):
     """One folder of another source, which stays the owner of the files and closes them (`Source.below`)."""
 
     def __init__(self, above: Source, folder: str) -> None:
+        """Show one folder of a source as a source of its own.
+
+        Args:
+            above: the source that has the folder.
+            folder: path relative to `above`; "" for its own folder.
+        """
         super().__init__(above, local=above.local)
         self._folder = folder
         self.root = f"{above.root.rstrip('/')}/{folder}" if folder else above.root
@@ -755,6 +786,7 @@ class FileBytes:
         self.source, self.name = source, name
 
     def __call__(self, offset: int, length: int) -> bytes:
+        """Return exactly `length` bytes of the file from byte `offset` on; raises what `Source.read` raises."""
         return self.source.read(self.name, offset, length)
 
     def prefetch(self, ranges: Iterable[tuple[int, int]]) -> None:

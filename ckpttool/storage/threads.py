@@ -45,8 +45,17 @@ def make_executor(threads: int, name: str) -> Executor:
 
 
 def run_in_threads(call: Callable[[A], T], items: Iterable[A], threads: int, name: str) -> list[T]:
-    """Return what a function returns for each item, in their order; called in so many threads of this name. What one
-    call raises is raised here, when the others have ended."""
+    """Call a function for each item, in several threads, and return the results in the order of the items.
+
+    If calls raise, the exception of the first such item is raised, after the running calls have ended; calls that have
+    not begun are cancelled.
+
+    Args:
+        call: the function, which takes one item.
+        items: the items.
+        threads: the number of threads.
+        name: what the names of the threads begin with.
+    """
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(threads, name) as pool:

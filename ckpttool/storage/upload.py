@@ -109,6 +109,20 @@ class ObjectUpload:
         expect_bytes: int = 0,
         keep_parts: bool = False,
     ) -> None:
+        """Check what exists at the URL, and choose how the object is uploaded.
+
+        Args:
+            url: URL of the object.
+            force: replace an object that exists already.
+            lock: arguments of S3's requests for an object lock; None for no lock.
+            expect_bytes: expected size of the object, which determines the size of a part.
+            keep_parts: keep the parts that an earlier run left, so that `share` can resume.
+
+        Raises:
+            DestinationExists: the object exists, without `force`.
+            Unsupported: a lock is asked for outside S3, or the store is read-only.
+            RemoteError: the store fails.
+        """
         self.url, self.force = url, force
         at = conditional_object(url)
         if lock and not isinstance(at, S3Object):
@@ -250,6 +264,19 @@ class PartsUpload:
         lock: dict[str, Any] | None = None,
         on_disk: bool = False,
     ) -> None:
+        """Prepare the upload; with a lock, begin a multipart upload at once.
+
+        Args:
+            at: the object to write.
+            force: replace an object that exists already.
+            part_bytes: size of each part but the last, in bytes.
+            pool: the threads that send the parts.
+            lock: arguments of S3's requests for an object lock, emptied if the bucket has none; None for no lock.
+            on_disk: keep the part that is being filled in a temporary file, not in memory.
+
+        Raises:
+            RemoteError: the store fails.
+        """
         self.at, self.force, self.size, self.pool, self.on_disk = at, force, part_bytes, pool, on_disk
         # identifies this upload: if an answer was lost, the request may have succeeded
         self.mark = {"ckpttool-upload": uuid.uuid4().hex}
@@ -448,6 +475,18 @@ class SharedUpload(PartsUpload):
     def __init__(
         self, at: S3Object, *, force: bool, part_bytes: int, pool: UploadPool, upload: str | None = None
     ) -> None:
+        """Resume a multipart upload, or begin one.
+
+        Args:
+            at: the object to write.
+            force: replace an object that exists already.
+            part_bytes: size of each part but the last, in bytes.
+            pool: the threads that send parts.
+            upload: id of an upload that an earlier run began; None begins a new one.
+
+        Raises:
+            RemoteError: the store fails.
+        """
         super().__init__(at, force=force, part_bytes=part_bytes, pool=pool)
         self.id = upload
         if upload is None:
@@ -553,6 +592,18 @@ class FileUpload:
     """An object of any other store that fsspec writes: a file that is committed or discarded."""
 
     def __init__(self, url: str, *, force: bool, block_bytes: int) -> None:
+        """Open fsspec's file for writing; the object is not visible before `commit`.
+
+        Args:
+            url: URL of the object.
+            force: replace an object that exists already.
+            block_bytes: how many bytes fsspec buffers before it sends them.
+
+        Raises:
+            DestinationExists: the object exists, without `force`.
+            Unsupported: the store is read-only.
+            RemoteError: the store fails.
+        """
         self.url, self.force = redact_url(url), force
         self.fs, self.path, _ = filesystem_for(url)
         self._refuse_existing()

@@ -40,6 +40,19 @@ class UploadFolder:
     """
 
     def __init__(self, url: str, names: Sequence[str], *, force: bool, open_at_once: int, largest: int) -> None:
+        """Check what exists below the URL, and choose the size of a part.
+
+        Args:
+            url: URL of the folder.
+            names: names of all objects to write, relative to the URL; the last one marks the checkpoint as complete.
+            force: replace what exists below the URL.
+            open_at_once: how many objects are written to at the same time.
+            largest: size of the largest object, in bytes.
+
+        Raises:
+            DestinationExists: objects exist that no interrupted run left, without `force`.
+            RemoteError: the store fails.
+        """
         self.url, self.names, self.force = url.rstrip("/"), list(names), force
         self._fs, self._path, _ = filesystem_for(self.url)
         self._note, self._mine = f"{self.url}/{UNFINISHED}", b""
@@ -108,8 +121,8 @@ class UploadFolder:
         return self._far is not None
 
     def _find_earlier_uploads(self) -> dict[str, tuple[str, str]]:
-        """Return {name: (key, upload id)} of this folder's objects for which an earlier run left exactly one unfinished
-        upload."""
+        """Return {name of an object, relative to the URL: (its key in the bucket, id of the upload)} of this folder's
+        objects for which an earlier run left exactly one unfinished upload."""
         many = Counter(name for name, _, _ in self._left)
         return {name: (key, upload) for name, key, upload in self._left if name in self.names and many[name] == 1}
 

@@ -49,11 +49,12 @@ class Examination:
 def examine_save(
     save: WatchedSave, options: OpenOptions, pace: Pace, earlier: Sequence[Portrait], norm_jump: float
 ) -> Examination:
-    """Read a save and report what was found: every byte is read once, fp32 master weights and their weights twice.
+    """Read a save completely and return its portrait, its digests and the findings on it: every byte is read once, fp32
+    master weights and their weights twice.
 
     Args:
         save: the save.
-        options: how it is read.
+        options: how the save is opened, such as its layout.
         pace: limits the rate of reading.
         earlier: portraits of proved earlier saves of the run, the nearest first.
         norm_jump: maximal factor by which the norm of a weight may grow since the save before.
@@ -138,8 +139,8 @@ def list_damage(save: WatchedSave, options: OpenOptions, error: CkpttoolError, p
 
 
 def _with_named_file(finding: Finding, save: WatchedSave) -> Finding:
-    """Return a finding with `file` set to the file of the save that its text names; unchanged if it has one or none is
-    named."""
+    """Return a finding whose `file` is the file of the save that the finding's text mentions; the finding itself if it
+    has a file already, or if its text mentions none."""
     if finding.file is not None or not os.path.isdir(save.path):
         return finding
     text = finding.text

@@ -52,7 +52,8 @@ class Pace:
         self._kept = 0
 
     def start(self, source: Source | None) -> None:
-        """Reset the counters for the reads of a source; None if it is not open yet."""
+        """Reset the counters before a new read; `source` is the source whose pages are dropped from the page cache,
+        None if it is not open yet."""
         self.source = source
         self.read_bytes = self._since = self._kept = self._done = 0
         self._what, self._began = "", time.monotonic()

@@ -46,7 +46,8 @@ class SeenTensor(NamedTuple):
 
     @property
     def rms(self) -> float:
-        """Return the root of the mean of squares; 0 where there is no number."""
+        """Return the root mean square of the tensor's elements; 0 if the tensor has no norm (no floating-point numbers)
+        or no elements."""
         return self.norm / math.sqrt(self.numel) if self.norm and self.numel else 0.0
 
 
@@ -69,12 +70,12 @@ class Portrait:
     ties: list[list[str]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, object]:
-        """Return plain data."""
+        """Return {name of a field: its value} of all fields, as data for JSON."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Portrait:
-        """Make one from what `to_json` returned."""
+        """Return the portrait of which `data` is the dict from `to_json`, also after a round trip through JSON."""
         tensors = {n: SeenTensor(*row) for n, row in data["tensors"].items()}
         return cls(**{**{k: data[k] for k in cls.__dataclass_fields__}, "tensors": tensors})
 
@@ -113,14 +114,25 @@ def make_portrait(
 
 
 def _to_relative_name(file: str, save: str) -> str:
-    """Return the name of a file relative to the folder of its save; "" if the save is that one file."""
+    """Return the name of a file relative to the folder of its save; "" if the save is that one file.
+
+    Args:
+        file: name of the file, which begins with the last component of the save's name.
+        save: name of the save, relative to the run.
+    """
     own = save.rpartition("/")[2]
     return "" if file == own else file.removeprefix(f"{own}/")
 
 
 def _digest_files(ckpt: Checkpoint, digests: Mapping[str, str]) -> dict[int, str]:
-    """Return {number of a file: digest of its content}: of all CRC32s in it, or else of the digests of its tensors. A
-    file without CRC32s that holds only a part of some tensor has no digest."""
+    """Return {number of a file in the index: digest of the file's content}. The digest is made of all CRC32s in the
+    file or, where it has none, of the digests of its tensors. A file without CRC32s that holds only a part of some
+    tensor has no digest.
+
+    Args:
+        ckpt: index of the save.
+        digests: {tensor: BLAKE3 in hex}.
+    """
     parts: dict[int, list[tuple[object, ...]]] = {}
     for r in ckpt.records:
         parts.setdefault(r.extent.file, []).append((r.extent.offset, r.extent.length, r.crc32))
@@ -279,8 +291,15 @@ def _find_unmoved(now: Portrait, ckpt: Checkpoint, before: Portrait) -> Iterator
 
 
 def _compare_ties(now: Portrait, before: Portrait) -> Iterator[Finding]:
-    """Yield a finding for each group of tied weights that differ now, and add the ties that are known now to
-    `now.ties`."""
+    """Yield a finding for each group of tied weights that differ now.
+
+    `now.ties` gets the groups that are still equal, and new groups of weights that were equal in the save before,
+    changed since, and are equal now.
+
+    Args:
+        now: portrait of the save.
+        before: portrait of the save before.
+    """
     for group in before.ties:
         here = [n for n in group if n in now.tensors]
         if len({now.tensors[n].digest for n in here}) > 1:

@@ -76,6 +76,14 @@ class WatchJournal:
     """
 
     def __init__(self, folder: str) -> None:
+        """Open the journal in a watcher's folder, or make a new one, and read its events.
+
+        Args:
+            folder: the folder of the watcher, which must exist and be locked.
+
+        Raises:
+            Corrupt: a line is no event.
+        """
         self.folder = folder
         self.last: dict[str, Event] = {}
         self.proved: dict[str, Event] = {}
@@ -93,7 +101,8 @@ class WatchJournal:
         os.close(self.fd)
 
     def _read_events(self) -> str | None:
-        """Read all events, remove an incomplete last line, and return the run of the journal; None for a new journal.
+        """Read all events, remove an incomplete last line, and return the path of the run that the journal is for; None
+        for a new journal.
 
         Raises:
             Corrupt: a line is no event.
@@ -181,7 +190,11 @@ class WatchJournal:
         return os.path.join(self.folder, _RECORDS, f"{key}.json")
 
     def write_record(self, name: str, record: Mapping[str, object]) -> None:
-        """Write the record of a save, durably: its fingerprint and its portrait.
+        """Write the record of a save, durably.
+
+        Args:
+            name: of the save, relative to the run.
+            record: {"fingerprint": of the save's files, "portrait": what `Portrait.to_json` returned}.
 
         Raises:
             NoSpace, NotPermitted, CkpttoolError: it cannot be written.
@@ -198,8 +211,11 @@ class WatchJournal:
             raise kind_of_failure(e)(f"{path} cannot be written: {e.strerror}.") from e
 
     def list_earlier(self, save: WatchedSave) -> list[Event]:
-        """Return the records of proved saves before this one, the nearest first. Only saves count whose names differ
-        from its name in numbers alone. All but the first record come without tensors."""
+        """Return the records, {"fingerprint", "portrait"}, of proved saves before this one, the nearest first.
+
+        Only saves count whose names differ from this save's name in numbers alone. The portraits of all but the first
+        record come without tensors.
+        """
         same = [
             e
             for e in self.proved.values()

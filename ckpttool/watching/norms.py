@@ -26,7 +26,8 @@ class Norms:
         self.nan = dict.fromkeys(self._dtypes, 0)
 
     def add(self, block: Block) -> None:
-        """Add a block of a tensor; several may come in any order."""
+        """Add a block, a piece of a tensor, to the tensor's sum of squares and to its number of NaNs. The blocks of a
+        tensor may come in any order. Blocks of tensors that get no norm, such as those of integers, are ignored."""
         import numpy as np
 
         dtype = self._dtypes.get(block.name)
@@ -48,5 +49,6 @@ class Norms:
             self._squares[block.name] += squares
 
     def found(self) -> dict[str, float]:
-        """Return {tensor: norm}, infinity where that is above 1e308."""
+        """Return {name of a tensor: L2 norm of its finite numbers in all blocks so far}; infinity where the sum of
+        squares is above the range of float64."""
         return {n: math.sqrt(s) for n, s in self._squares.items()}

@@ -78,6 +78,11 @@ class WatchRequest(ByFields):
     reading: OpenOptions = field(default_factory=OpenOptions)
 
     def __post_init__(self) -> None:
+        """Check that `every` is given together with `then`.
+
+        Raises:
+            UsageError: it is given alone.
+        """
         if self.every is not None and self.then is None:
             raise UsageError(f"{argument('every', self.every)} goes with {argument('then')}.", code="CKPT0204")
 

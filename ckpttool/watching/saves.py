@@ -83,7 +83,13 @@ def list_saves(run: str, state: str) -> list[WatchedSave]:
 
 
 def _find_unknown_saves(run: str, found: list[RunStep]) -> Iterator[RunStep]:
-    """Yield a row for each entry of the run's folders that is named like its saves and that no layout recognises."""
+    """Yield a `RunStep`, marked as incomplete, for each entry that is named like a recognised save beside it (apart
+    from numbers) and that no layout recognises.
+
+    Args:
+        run: the folder of the run.
+        found: the saves of the run that a layout recognises.
+    """
     kin = {(os.path.dirname(c.name), to_name_family(os.path.basename(c.name))): c for c in found if c.name}
     known = {c.name for c in found}
     for folder in {folder for folder, _ in kin}:
@@ -96,8 +102,8 @@ def _find_unknown_saves(run: str, found: list[RunStep]) -> Iterator[RunStep]:
 
 
 def take_fingerprint(path: str) -> tuple[str, float] | None:
-    """Return (a digest of names, sizes, times and inodes of all files of a save, the newest time of a change); no file
-    is opened. None where there is no file."""
+    """Return (a digest, in hex, of the names, sizes, times and inodes of all files of a save; the newest time at which
+    one of them changed, in seconds since 1970). None where there is no file. No file is opened."""
     files: list[tuple[str, int, int, int, int]] = []
     newest = 0.0
 

@@ -128,8 +128,9 @@ class Watcher:
         return ready[-most:]
 
     def _measure_rest(self, save: WatchedSave) -> tuple[float, float]:
-        """Return for how many seconds the files of a save have not changed: (by their times or by earlier looks,
-        whichever is longer; by earlier looks alone, since the clock of a file server may differ)."""
+        """Return two durations in seconds for which the files of a save have not changed: (the longer one of those by
+        the files' times and by earlier looks; the one by earlier looks alone, since the clock of a file server may
+        differ)."""
         now = time.time()
         before = self._seen.get(save.name)
         if before is None or before[0].fingerprint != save.fingerprint:

@@ -220,11 +220,13 @@ class _Reading(ByFields):
 
 
 def _name_lost_leaves(leaves: Leaves, lost: dict[Path, _LostLeaf]) -> dict[str, str]:
-    """Return {canonical name: why} of what is lost, as it would be named if it were there.
+    """Return {canonical name: why it is lost} of leaves that cannot be read, with the names that they would have in an
+    undamaged checkpoint.
 
     Args:
-        leaves: {path in the tree: leaf} of what is left.
-        lost: {path in the tree: leaf} of what is not. Those that cannot be named keep these paths.
+        leaves: {path in the tree: leaf} of what was read.
+        lost: {path in the tree: leaf} of what is lost. A leaf that cannot be named otherwise keeps its path, with
+            "optim" as first component for the optimizer.
     """
     named: Leaves = {}
     tree = {**leaves, **lost}

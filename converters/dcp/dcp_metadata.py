@@ -46,9 +46,11 @@ class _Inert(pickles.StandIn):
     __slots__ = ("state",)
 
     def __init__(self, *args: Any) -> None:
+        """Keep the arguments as the state, until the pickle sets one."""
         self.state: Any = args
 
     def __setstate__(self, state: object) -> None:
+        """Keep the state that the pickle gives to this instance."""
         self.state = state
 
 
@@ -159,6 +161,7 @@ class _BytesCounted(_Bound, _Bytes):
     __slots__ = ()
 
     def __new__(cls, *args: object) -> _BytesCounted:
+        """Count one more value for the collector, and return a stand-in without content."""
         cls.collect.built[1] += 1
         return object.__new__(cls)
 
@@ -181,7 +184,12 @@ class _Single(_Bound, pickles.SharedStandIn):
         return (cls.collect.spent if cls.collect.depth else cls.collect.instances)[cls]
 
     def forgets(self, state: Any) -> bool:
-        """Clear a state that is part of a plan (what a rank of a saver was to write); return whether it was."""
+        """Return whether the object whose state this is belongs to a plan (what a rank of a saver was to write), and is
+        to be ignored; then its state is cleared.
+
+        Args:
+            state: the dict of the object's attributes, from the pickle.
+        """
         self.collect.begun -= 1
         if self.collect.depth:
             state.clear()
@@ -272,6 +280,7 @@ class _Planned(_Bound, pickles.SharedStandIn):
         return cls.collect.part
 
     def __setstate__(self, state: Any) -> None:
+        """Clear the state: nothing of a plan is kept."""
         state.clear()
 
 
@@ -281,10 +290,20 @@ class _Plan(_Bound, pickles.SharedStandIn):
     __slots__ = ()
 
     def __new__(cls, *args: object) -> _Plan:
+        """Tell the collector that a plan begins, and return the one instance for all plans.
+
+        Raises:
+            Corrupt: the plan is inside another object.
+        """
         cls.collect.pass_edge(1)
         return cls.collect.plan
 
     def __setstate__(self, state: Any) -> None:
+        """Tell the collector that a plan ends, and clear the state.
+
+        Raises:
+            Corrupt: an object that began in the plan has not ended, or no plan has begun.
+        """
         self.collect.pass_edge(-1)
         state.clear()
 
@@ -339,7 +358,7 @@ class _Collector:
             self.stand_ins[PLANNER, name] = planned
 
     def stored_at(self, key: str) -> _Stored:
-        """Return the places of the items of a flat key."""
+        """Return the columns of the items of a flat key, to be extended; new, empty ones for a new key."""
         found = self.stored.get(key)
         if found is None:
             found = self.stored[key] = _Stored()
@@ -380,8 +399,12 @@ class _Collector:
         return pickles.load_large(pickle, self.stand_ins, lambda number: self.collect_run(pickle.take(number)))
 
     def collect_run(self, run: object) -> object:
-        """Collect an object that was cut out of the pickle, unless it is inside a plan, and return the object that the
-        unpickler gets in its place.
+        """Collect an object that `RecordCutter` cut out of the pickle, unless it is inside a plan, and return the
+        object that the unpickler gets in its place.
+
+        Args:
+            run: what `RecordCutter.take` returned: a `BoxRun`, `PlaceRun`, `SecondOfPair` or `PartOfRecord`; any other
+                object is returned unchanged.
 
         Raises:
             Corrupt: an object that is no plan refers to a part of a record.

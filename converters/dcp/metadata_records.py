@@ -179,8 +179,9 @@ class RecordCutter:
         raise Corrupt("an instruction of the pickle is outside of its frame.", code="CKPT0407")
 
     def take(self, number: object) -> Any:
-        """Return the object outside of the pickle with a number, and forget it: a `BoxRun`, `PlaceRun` or
-        `SecondOfPair`, or a text or tuple that a record held. Number 0 is always a `PartOfRecord`."""
+        """Return the object that was cut out of the pickle and has the persistent id `number`, and forget it: a
+        `BoxRun`, `PlaceRun` or `SecondOfPair`, or a text or tuple that a record held. Number 0 is always a
+        `PartOfRecord`."""
         return self._outside.pop(number) if number else PartOfRecord()  # type: ignore[call-overload]
 
     # ------------------------------------------------------------------------------------------------ instructions
@@ -462,7 +463,8 @@ class RecordCutter:
         return out
 
     def _match_run(self, pattern: re.Pattern[bytes], texts: Sequence[int] = ()) -> list[tuple[bytes, ...]]:
-        """Consume consecutive records of one kind, and return the variable parts of each.
+        """Consume consecutive records of one kind, and return a tuple for each: the instructions in each group of the
+        pattern, b"" for a group that is absent.
 
         Args:
             pattern: pattern of one record; its groups are the variable parts.

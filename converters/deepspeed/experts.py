@@ -83,9 +83,12 @@ class ExpertRanks(NamedTuple):
     data_first: bool
 
     def split(self, rank: int, replicas: int) -> tuple[int, int]:
-        """Return (expert parallel rank, number of the partition that it holds) of the rank `rank`.
+        """Return (expert parallel rank, number of the optimizer partition) of a rank.
 
-        `replicas` is the number of ranks that have the same experts and partition the optimizer state of these.
+        Args:
+            rank: the rank in the job.
+            replicas: the number of ranks that have the same experts, and among which the optimizer state of these is
+                partitioned.
         """
         if self.data_first:
             return divmod(rank, replicas)
@@ -93,9 +96,13 @@ class ExpertRanks(NamedTuple):
         return expert_rank, part
 
     def join(self, expert_rank: int, part: int, replicas: int) -> int:
-        """Return the rank that holds partition `part` of the experts of `expert_rank`; the inverse of `split`.
+        """Return the rank in the job that holds a partition of some experts' optimizer state; the inverse of `split`.
 
-        `replicas` is the number of ranks that have the same experts and partition the optimizer state of these.
+        Args:
+            expert_rank: the expert parallel rank that has the experts.
+            part: the number of the partition.
+            replicas: the number of ranks that have the same experts, and among which the optimizer state of these is
+                partitioned.
         """
         return expert_rank * replicas + part if self.data_first else part * (self.world // replicas) + expert_rank
 

@@ -129,17 +129,22 @@ _SAME = (
 
 
 def list_client_keys(scheduler: object) -> tuple[str, ...]:
-    """Return the keys of a model file whose values are the user's client_state, though components have the same names.
+    """Return the keys of a model file under which the user's own client_state lies, and not a component of the save,
+    although they are names of components.
 
-    They are "model" and "optim", and "scheduler" unless `scheduler`, the engine's own one, is None.
+    Args:
+        scheduler: state of the engine's own scheduler; None if the engine has none. With one, an entry "scheduler" is
+            the user's.
     """
     return ("model", "optim") if scheduler is None else ("model", "optim", "scheduler")
 
 
 def parse_rank(name: str, tensor_ranks: int = 1) -> int | None:
-    """Return the rank of the job in a file's name; None for a file that belongs to no rank.
+    """Return the rank in the job that wrote a file, by the file's name; None for a file that belongs to no single rank.
 
-    `tensor_ranks` is the number of tensor-parallel ranks. DeepSpeed numbers all of one model replica before the next.
+    Args:
+        name: of the file.
+        tensor_ranks: the number of tensor-parallel ranks. DeepSpeed numbers all of one model replica before the next.
     """
     found = MODEL3.fullmatch(name) or OPTIM.fullmatch(name)
     if found:
@@ -434,10 +439,11 @@ def build_param_group(options: Mapping[str, Any], params: list[int]) -> dict[str
 
 
 def drop_added_option(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a param group without its last entry where that is what `build_param_group` adds, and no state.
+    """Return a copy of a param group without the entry that `build_param_group` adds and that is no state
+    (`bias_correction`: True, last and right behind `params`); a copy with all entries if the group has no such end.
 
-    It is behind `params`, which is the last entry of a group as torch's optimizers give it, and so as an engine that
-    has loaded such a group saves it.
+    The entry is behind `params`, which is the last entry of a group as torch's optimizers give it, and so as an engine
+    that has loaded such a group saves it.
     """
     added = list(group)[-2:] == ["params", _ADDED] and group[_ADDED] is True
     return {k: x for k, x in group.items() if not (added and k == _ADDED)}
@@ -583,10 +589,11 @@ def read_loss_scaler(optim: dict[str, object]) -> Leaves:
 
 
 def read_stage0_scaler(optimizer: dict[Any, Any]) -> dict[str, object]:
-    """Return the loss scaler that a stage 0 engine saves as entries of its optimizer, under the names that its object
-    has at other stages.
+    """Return {key: value} of the loss scaler that a stage 0 engine saves as entries of its optimizer, with the keys
+    that the state of a scaler object has at other stages; {} without loss scaling, or for torch's own state dict.
 
-    `optimizer` is the `optimizer` of a file. Without scaling, and where it is torch's own state dict, it gives {}.
+    Args:
+        optimizer: the dict under the key `optimizer` in a file of the save.
     """
     other = ("optimizer_state_dict", "fp32_groups")
     if other[0] not in optimizer or not (optimizer.get("dynamic_loss_scale") or optimizer.get("cur_scale", 1) != 1):

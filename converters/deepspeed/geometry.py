@@ -95,10 +95,16 @@ def elements_per_rank(elements: int, world: int) -> int:
 
 
 def split_groups(groups: Groups, stage: int, world: int, most: float) -> tuple[Groups, list[list[int]]]:
-    """Split param groups, [{name: shape}], into flat tensors: one for each group, at stage 3 one for each sub-group.
+    """Split param groups into flat tensors: one for each group, at stage 3 one for each sub-group.
 
-    `world` and `most` are as for `split_into_subgroups`. Return ([{name: shape}] of the flat tensors; for each param
-    group, the numbers of its flat tensors).
+    Args:
+        groups: [{name: shape}], the parameters in each param group.
+        stage: the ZeRO stage.
+        world: the number of ranks.
+        most: at stage 3, the number of elements on each rank at which a sub-group ends.
+
+    Returns:
+        ([{name: shape}], the parameters in each flat tensor; for each param group, the numbers of its flat tensors).
     """
     split = [split_into_subgroups(g, world, most) if stage == 3 else [g] for g in groups]
     numbers = count()
@@ -106,8 +112,15 @@ def split_groups(groups: Groups, stage: int, world: int, most: float) -> tuple[G
 
 
 def split_into_subgroups(group: dict[str, tuple[int, ...]], world: int, most: float) -> Groups:
-    """Split a param group, {name: shape}, into the sub-groups of stage 3, [{name: shape}]: whole parameters, until each
-    of `world` ranks has at least `most` elements. An empty group gives none."""
+    """Split a param group into the sub-groups of stage 3, and return [{name: shape}] of them; [] for an empty group.
+
+    Parameters are not cut: a sub-group ends with the parameter that brings it to at least `most` elements on each rank.
+
+    Args:
+        group: {name: shape}, the parameters in order.
+        world: the number of ranks.
+        most: the number of elements on each rank at which a sub-group ends.
+    """
     sizes = {n: -(-prod(s) // world) for n, s in group.items()}
     if not group or most >= sum(sizes.values()):
         return [group] if group else []

@@ -190,6 +190,11 @@ def _check_stage(f: File, whole: dict[str, object], flats: str) -> None:
 
     BF16_Optimizer, whose masters lie where those of stages 1 and 2 do, states none.
 
+    Args:
+        f: the optimizer file.
+        whole: its `optimizer_state_dict`.
+        flats: the key of `whole` under which the fp32 masters lie.
+
     Raises:
         Corrupt: it states another stage, or none at stage 3.
     """
@@ -450,7 +455,12 @@ def _read_pipeline(reading: SaveReader) -> Checkpoint:
 
 
 def _add_stage12(reading: SaveReader, model: File, experts: Experts) -> tuple[int, list[list[str]], _Optim]:
-    """Add the masters and the optimizer of a save of stage 1 or 2. The arguments are those of `_read_stage12`.
+    """Add the masters and the optimizer of a save of stage 1 or 2 to the reader.
+
+    Args:
+        reading: the reader of the save.
+        model: the model file.
+        experts: the experts that have files of their own, and which rank has which.
 
     Returns:
         (the stage, [names of the parameters of each param group], the optimizer file of rank 0).

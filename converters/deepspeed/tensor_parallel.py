@@ -253,7 +253,8 @@ class _Joining:
         return self.maps[pattern]
 
     def _find_cut(self, t: TensorEntry) -> ParameterCut | None:
-        """Return how a weight is cut, or the weight to which a slot belongs; None if the tensor is not a parameter's.
+        """Return how the tensor-parallel ranks share the parameter to which a tensor belongs, which is a weight or an
+        optimizer slot; None for a tensor of no parameter, such as a buffer.
 
         Raises:
             Unsupported: it is a parameter's, and affine_map has no entry for that.

@@ -338,8 +338,12 @@ class SavePlan:
         return added
 
     def values_to_be(self) -> tuple[dict[str, Value], dict[str, str]]:
-        """Return ({name: value} that a reader of the files will find, {name of each that differs from the source's:
-        why})."""
+        """Return the values that the files will hold, and which of them are not as in the source.
+
+        Returns:
+            ({canonical name: value} of all values that a reader of the files will find; {canonical name: explanation}
+                of those that differ from the source's).
+        """
         config = {joined(p): Value(p, x) for p, x in flatten_tree(self.ds_config, ("extra", "ds_config")).items()}
         changed: dict[str, str] = {}
         out = dict(self.ckpt.values)
@@ -624,9 +628,10 @@ class ModelStateFiles:
 
         Args:
             plan: what all files of the save have in common.
-            groups: [{name: shape}], the parameters in each flat tensor.
+            groups: [{name in the whole model: shape}], the parameters in each flat tensor.
             world: the number of ranks.
-            local: the same as each rank names its experts; None: as `groups`.
+            local: [{name on a rank: shape}] of the same flat tensors, where ranks number their own experts; None if the
+                names are those in `groups`.
         """
         self.local = local or groups
         self.plan, self.groups, self.world, self.stage = plan, groups, world, plan.stage

@@ -29,12 +29,13 @@ __all__ = ["find_pipeline", "write_stages"]
 
 
 def find_pipeline(ckpt: Checkpoint, options: WriteOptions, stage: int) -> Pipeline | None:
-    """Return the layers and stages of the pipeline that is to be written, those of --like or else of the source; None
-    if it is to be no pipeline.
+    """Return the layers and stages of the pipeline to write; None if the save is to be that of no pipeline.
+
+    They are those of the --like save if one is given, else those of the source.
 
     Args:
         ckpt: the source.
-        options: what --like names.
+        options: says which save --like names, if any.
         stage: the ZeRO stage to write.
 
     Raises:
@@ -140,8 +141,12 @@ def write_stages(plan: dw.SavePlan, options: WriteOptions, world: int, pipeline:
 
 
 def _match_state(plan: dw.SavePlan, options: WriteOptions, pipeline: Pipeline) -> None:
-    """Check that the layers and stages of a pipeline hold the state, all of it and nothing else, and put its parameters
-    and buffers into the order of the stages.
+    """Check that the pipeline's layers and stages hold exactly the state to write, and order that state by stage.
+
+    Args:
+        plan: the state to write; the order of its parameters and buffers is changed in place.
+        options: whether --like names the save that the pipeline is from, for errors.
+        pipeline: the layers and stages of the job that will load the save.
 
     Raises:
         Unsupported: they do not.

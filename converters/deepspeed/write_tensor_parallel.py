@@ -131,8 +131,13 @@ def _find_cuts(
 
 
 def _count_heads(config: Mapping[str, Any]) -> int | None:
-    """Return the number of key-value heads in `config` of a Hugging Face model, as DeepSpeed finds it; None if it
-    has none."""
+    """Return the number of key-value heads that a Hugging Face config states; None if it states none.
+
+    Like DeepSpeed, take the first of several keys that is there, the last of which is `num_attention_heads`.
+
+    Args:
+        config: the content of config.json; the part `text_config` is used if there is one.
+    """
     text = config.get("text_config")
     config = text if isinstance(text, dict) else config
     keys = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "n_head_kv", "num_attention_heads")
@@ -157,8 +162,13 @@ def _explain_unwritable_cut(cut: ParameterCut, shape: tuple[int, ...]) -> str | 
 
 
 def _copy_plan_for_rank(plan: dw.SavePlan, rank: int, cuts: Mapping[str, ParameterCut]) -> dw.SavePlan:
-    """Return a copy of the plan for the files of one tensor-parallel rank, whose weights have the shapes of the
-    rank's parts."""
+    """Return a copy of the plan for one tensor-parallel rank's files, with weights in the shapes of that rank's parts.
+
+    Args:
+        plan: what all files of the save have in common; it is not changed.
+        rank: the tensor-parallel rank.
+        cuts: {parameter: how the ranks share it}; tensors without an entry keep their shape.
+    """
     out = copy.copy(plan)
     out.tensor_rank = rank
     out.tensors = {n: replace(t, shape=cuts[n].parts[rank]) if n in cuts else t for n, t in plan.tensors.items()}

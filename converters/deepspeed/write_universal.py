@@ -94,16 +94,18 @@ def write(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Draft:
 def _number_steps(
     plan: dw.SavePlan, groups: Sequence[dict[str, tuple[int, ...]]], scalars: list[dict[str, object]]
 ) -> list[object]:
-    """Make the steps numbers where an engine of stage 3 can have several flat tensors, and return them as they were,
-    one for each param group, for the parameters' folders; [] where nothing was changed.
+    """Replace the steps in `scalars` by plain numbers if DeepSpeed would otherwise count them several times.
 
-    DeepSpeed makes the first group's step that of every flat tensor: a tensor would be one object, which each of them
-    counts once in every step of the engine.
+    DeepSpeed gives the first group's step to every flat tensor. If that step is a tensor, all flat tensors share one
+    object, and each of them adds 1 to it in every step of the engine.
 
     Args:
         plan: what all files of the save have in common.
-        groups: [{name: shape}], the parameters of each param group.
-        scalars: {counter: value} of each of them.
+        groups: for each param group, {parameter: shape}.
+        scalars: for each param group, {counter: value}; "step" is changed in place.
+
+    Returns:
+        The original step of each param group, for the parameters' folders; an empty list if nothing was changed.
     """
     steps = [s.get("step") for s in scalars]
     numbers = [x for x in map(dw.step_as_number, steps) if x is not None]

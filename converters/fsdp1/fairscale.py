@@ -43,8 +43,14 @@ def read_model(files: Files, ranks: list[Rank]) -> tuple[dict[str, object], Mode
 
 
 def _cut_by_metadata(files: Files, ranks: list[Rank]) -> tuple[dict[str, object], ModelInfo]:
-    """Cut the parameters out of the flat parameters as `shard_metadata` describes them; the result is that of
-    `read_model`.
+    """Cut the parameters out of FairScale's flat parameters, as `shard_metadata` in the files describes them.
+
+    Args:
+        files: the files read.
+        ranks: what each rank's file holds of the model.
+
+    Returns:
+        ({name: tensor or value}, what reading the optimizer needs to know about the model), as `read_model` returns.
 
     Raises:
         KeyError, TypeError, ValueError, IndexError, AttributeError: the metadata does not fit the tensors.

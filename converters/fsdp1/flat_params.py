@@ -62,12 +62,12 @@ class Spans(NamedTuple):
 
     @classmethod
     def joined(cls, files: Files, first: int, slices: Iterable[tuple[Rank, StoredTensor]]) -> Spans:
-        """Return the spans of slices that follow one another, and remember the CRC32s of their tensors.
+        """Return the spans of slices that follow one another in a flat tensor, and record the CRC32s of their storages.
 
         Args:
-            files: the files read.
+            files: the files read, to which the CRC32s are added.
             first: the element of the flat tensor at which the first slice begins.
-            slices: each rank that has a slice, with its tensor.
+            slices: (rank, its slice) of each rank that has one, in the order of the flat tensor.
 
         Raises:
             Unsupported: a slice is not contiguous.
@@ -204,13 +204,12 @@ class RankSlices(NamedTuple):
         return [i for _, i in sorted(seen.items())]
 
     def slices_fit(self, flat: Flat, part: FlatPart, column: Column) -> bool:
-        """Return whether the slices of a parameter in the files have the lengths and places that follow from the flat
-        parameter.
+        """Return whether the ranks' slices of a parameter have the places and lengths that its flat parameter implies.
 
         Args:
             flat: the flat parameter.
-            part: the parameter as a part of it.
-            column: the slice of the parameter that each rank has.
+            part: where the parameter lies in the flat parameter.
+            column: for each rank, its stored slice of the parameter.
         """
         for i, t in enumerate(column):
             a, b = flat_layout.find_rank_slice(flat.numel, self.shards, self.places[i][0])
@@ -250,11 +249,11 @@ def _find_slice_names(plain: dict[str, Column], own: RankSlices, shapes: Mapping
 
 
 def _find_tied_slices(plain: dict[str, Column], slices: set[str]) -> dict[str, str]:
-    """Return {name: the earlier name whose slices are the same bytes on every rank} of tied weights.
+    """Return {name of a tied weight: the earlier name whose slices are the same bytes on every rank}.
 
     Args:
         plain: {name: what each rank has} of everything in the model that is no flat parameter.
-        slices: the names that are slices of parameters.
+        slices: the names in `plain` that are slices of parameters.
     """
     first: dict[object, str] = {}
     out = {}

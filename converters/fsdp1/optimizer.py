@@ -100,8 +100,15 @@ def read_optimizer(
 
 
 def _read_rest(files: Files, ranks: list[Rank]) -> Leaves:
-    """Return the leaves of what an optimizer keeps besides param groups and slots: other keys, and state of no
-    parameter. What ranks have differently is by rank."""
+    """Return {path: leaf} of an optimizer's entries besides param groups and slots.
+
+    These are further keys of the state dict, and state that belongs to no parameter. An entry that differs between
+    ranks is kept for each rank, with the rank in its path (`merge_other_state`).
+
+    Args:
+        files: the files read.
+        ranks: what each rank has of the optimizer.
+    """
     out: Leaves = {}
     for head, trees in (
         (("optim",), [{k: x for k, x in r.tree.items() if k not in ("state", "param_groups")} for r in ranks]),
@@ -234,8 +241,14 @@ def _check_same_save(files: Files, a: list[Rank], b: list[Rank]) -> None:
 
 
 def _are_slots_flat(columns: _Slots, known: bool) -> bool:
-    """Return whether the slots of numbered parameters are slices of flat parameters: all 1-D, except single numbers;
-    `known` is whether a layout says that there are flat parameters, which counts where all slots are single numbers."""
+    """Return whether the slots of numbered parameters are slices of flat parameters.
+
+    They are if all of them are 1-D tensors, apart from single numbers such as the step.
+
+    Args:
+        columns: {(number of a parameter, slot): what each rank has}.
+        known: whether the model is known to have flat parameters; this decides if all slots are single numbers.
+    """
     held = [x for c in columns.values() for x in c]
     wide = [x for x in held if is_sharded(x) or (isinstance(x, StoredTensor) and x.shape)]
     if not wide:
@@ -406,12 +419,16 @@ def _list_expected_lengths(layout: FlatLayout, own: RankSlices) -> list[tuple[st
 
 
 def _match_numbers(layout: FlatLayout, own: RankSlices, expected: _Lengths) -> list[list[str]] | None:
-    """Return the names of the numbered parameters, group by group; None unless their lengths fit in exactly one way.
+    """Return, for each param group, the names of its numbered parameters; None unless exactly one assignment fits.
+
+    The names that the layout lists for the optimizer are used if it lists them and they fit. Otherwise, parameters are
+    matched by the number of elements that each rank has of them.
 
     Args:
         layout: the layout of the flat parameters.
-        own: which slice of them each rank has.
-        expected: for each parameter of each group, the number of its elements on each rank; None if it has no state.
+        own: which slice of the flat parameters each rank has.
+        expected: for each parameter of each group, the number of its elements on each rank; None for a parameter
+            without state.
     """
     names = _list_expected_lengths(layout, own)
     if layout.optimizer is not None and [len(g) for g in layout.optimizer] == [len(g) for g in expected]:

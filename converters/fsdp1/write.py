@@ -204,7 +204,12 @@ def _write_model(out: _DraftFiles, state: Training) -> None:
 
 
 def _replace_tensors_by_views(tree: object, views: dict[str, object]) -> object:
-    """Return a nested value in which each tensor is replaced by its reference, `views` {name: reference to pickle}."""
+    """Return a copy of a nested value in which every tensor entry is replaced by the reference to pickle for it.
+
+    Args:
+        tree: a dict, list or leaf, with entries of the model's tensors in it.
+        views: {name of a tensor in the model: the reference}.
+    """
     if isinstance(tree, TensorEntry):
         return views[joined(tree.path[1:])]
     if isinstance(tree, dict):

@@ -81,8 +81,15 @@ def detect(where: Place) -> tuple[bool, str]:
 
 
 def _is_foreign(source: Source, name: str) -> bool:
-    """Return whether a safetensors file is no file of a model: a part of vLLM's sharded_state or of an unpacked
-    archive, or by its name the state of a job."""
+    """Return whether a safetensors file belongs to something else than the model of this folder.
+
+    It does if it is a part of vLLM's sharded_state or of an unpacked archive, or if its name is that of optimizer or
+    RNG state.
+
+    Args:
+        source: the folder.
+        name: the name of the file.
+    """
     if name in ("optimizer_state.safetensors", "rng_state.safetensors"):
         return True
     if not name.startswith(("model-rank-", "tensors-")):
@@ -159,8 +166,14 @@ def read(where: Place, options: ReadOptions) -> Checkpoint:
 
 
 def _refuse_truncated_vocabulary(source: Source, tensors: dict[str, TensorEntry], config: dict[str, object]) -> None:
-    """Raise if an embedding has fewer rows than `vocab_size` in config.json. Files of torch's writer do not say how
-    many rows there are.
+    """Raise if an embedding has fewer rows than `vocab_size` in config.json, since a shard is then missing.
+
+    Files of torch's HuggingFaceStorageWriter do not state how many rows a tensor has, so only the config shows this.
+
+    Args:
+        source: the folder.
+        tensors: {name: tensor} of the weights.
+        config: config.json.
 
     Raises:
         IncompleteWeights: with the first such weight.
@@ -194,8 +207,12 @@ def _parse_salvage(source: Source, file: str, notes: list[str]) -> Salvage | Non
 
 
 def with_memory_names(ckpt: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with its weights under the names that they have in memory, by config.json. All tensors must
-    be located.
+    """Return the checkpoint with its weights under the names that they have in memory, as config.json implies.
+
+    A checkpoint without config.json is returned unchanged.
+
+    Args:
+        ckpt: the checkpoint; all its tensors must have their byte ranges in files.
 
     Raises:
         Corrupt: config.json is of another model. Unsupported: weights cannot be put together as its model has them.
@@ -212,8 +229,10 @@ def with_memory_names(ckpt: Checkpoint) -> Checkpoint:
 
 
 def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
-    """Return the checkpoint with its weights under the names that they have in memory: by config.json, and by the
-    training state if there is one.
+    """Return the checkpoint with its weights under the names that they have in memory.
+
+    The names follow from config.json. If the folder has a training state of ckpttool, order and names are those that it
+    records.
 
     Raises:
         Corrupt: the training state belongs to other weights, or config.json to another model. Unsupported: weights
@@ -228,8 +247,14 @@ def locate(ckpt: Checkpoint, source: Source) -> Checkpoint:
 
 
 def _list_model_files(source: Source, names: list[str]) -> list[str]:
-    """List those of `names` that are files of the model, where there is no index: all safetensors files, but with
-    model.safetensors only those that transformers reads.
+    """List the safetensors files among `names` that hold the weights of the model, in a folder without an index.
+
+    All of them do, except beside model.safetensors: with a config.json, model.safetensors is the only one; without, the
+    file of an adapter is left out.
+
+    Args:
+        source: the folder.
+        names: names of files in the folder.
 
     Raises:
         Corrupt: numbered shards are missing.
@@ -258,7 +283,15 @@ def _list_model_files(source: Source, names: list[str]) -> list[str]:
 def _read_plain_files(
     source: Source, files: list[str], about: dict[str, str]
 ) -> tuple[dict[str, TensorEntry], list[str]]:
-    """Return ({name: tensor}, files) of files that hold each tensor once; `about` gets their metadata.
+    """Read the headers of safetensors files that hold each tensor once.
+
+    Args:
+        source: the folder.
+        files: the names of the files.
+        about: gets the entries of the files' `__metadata__`.
+
+    Returns:
+        ({name: tensor}, `files`, to which the file numbers of the tensors refer).
 
     Raises:
         Corrupt: two files hold the same tensor.
@@ -343,8 +376,14 @@ def _read_indexed_files(
 
 
 def _read_rank_shards(source: Source, files: list[str]) -> tuple[dict[str, TensorEntry], list[str]]:
-    """Return ({name: tensor}, files) of the shards of torch's HuggingFaceStorageWriter, several of which hold parts of
-    one tensor.
+    """Read the headers of the shards of torch's HuggingFaceStorageWriter, several of which hold parts of one tensor.
+
+    Args:
+        source: the folder.
+        files: the names of the shards.
+
+    Returns:
+        ({name: whole tensor}, `files`, to which the file numbers of the tensors refer).
 
     Raises:
         Corrupt: a shard does not say where a part belongs, or parts of a tensor do not fit.

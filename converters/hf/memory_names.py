@@ -69,9 +69,13 @@ def restore_memory_names(
 def ties(
     config: dict[str, object] | None, tensors: dict[str, TensorEntry], relation: hub_names.Relation | None
 ) -> dict[str, str]:
-    """Return {name: the one that it is tied to} in the model of a config; empty where there is no config.
+    """Return {name of a weight: name of the weight that it is tied to} in the model of a config.
 
-    Without a `relation` (what transformers says of the names) only the usual output layer and embedding are found.
+    Args:
+        config: config.json; None, for no config, gives an empty result.
+        tensors: {name: weight}.
+        relation: what transformers says of the names; if None, only an output layer and an embedding with usual names
+            can be tied.
     """
     if config is None:
         return {}
@@ -89,8 +93,15 @@ def _find_usual_ties(config: dict[str, object], tensors: dict[str, TensorEntry])
 
 
 def needs_transformers(config: dict[str, object], tensors: dict[str, TensorEntry]) -> bool:
-    """Return whether transformers must be asked for the names of weights: they may differ on the Hub, or ties depend on
-    its defaults. False for an adapter."""
+    """Return whether only transformers can tell the names of a model's weights in memory, or which of them are tied.
+
+    It must be asked unless names on the Hub are known to be the same for this type of model, and the config states
+    whether weights are tied. The result is False for an adapter, and for a config without `model_type`.
+
+    Args:
+        config: config.json.
+        tensors: {name: weight}.
+    """
     if not isinstance(config.get("model_type"), str):
         return False
     if any("lora_" in n or ".base_layer." in n for n in tensors):
@@ -103,8 +114,15 @@ def _ask_for_hub_names(
     tensors: dict[str, TensorEntry],
     notes: list[str],
 ) -> hub_names.Relation | None:
-    """Return what transformers says of the names of weights; None if it need not be asked, or if it cannot answer,
-    which is added to `notes`."""
+    """Return what transformers says of the names of a model's weights in memory and on the Hub.
+
+    The result is None if transformers need not be asked, or cannot answer; the latter is added to `notes`.
+
+    Args:
+        config: config.json.
+        tensors: {name: weight}.
+        notes: gets a note for the user on why names are kept.
+    """
     if not needs_transformers(config, tensors):
         return None
     try:

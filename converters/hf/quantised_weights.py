@@ -146,7 +146,10 @@ def name_inner_tensors(name: str, found: Composite) -> dict[str, TensorEntry]:
 
 
 def metadata(objects: Mapping[str, Composite], names: Iterable[str]) -> dict[str, str]:
-    """Return the entries of `__metadata__` that describe quantised weights; empty if there are none.
+    """Return {name: JSON text}, the entries of a safetensors `__metadata__` that describe weights to torchao.
+
+    There is one entry for each weight, quantised or not, and one that lists all names; without quantised weights there
+    are none.
 
     Args:
         objects: {name in memory: quantised weight}.
@@ -181,7 +184,11 @@ def _describe_weight(name: str, found: Composite) -> dict[str, object]:
 
 
 def _encode_attribute(x: Any, name: str) -> object:
-    """Return an attribute as torchao encodes it in JSON. `name` is that of the weight, for the message.
+    """Return an attribute of a quantised weight in the form in which torchao writes it as JSON.
+
+    Args:
+        x: the attribute as unpickled: plain data, a torch dtype, or an enum member or dataclass of torchao.
+        name: the name of the weight, for the message.
 
     Raises:
         Unsupported: how torchao writes it is not known.
@@ -270,15 +277,15 @@ def _parse_entry(text: str, what: str) -> object:
 def _make_composite(
     name: str, cls: str, kind: _Class, data: dict[str, object], inside: dict[str, TensorEntry], what: str
 ) -> Composite:
-    """Make a quantised weight.
+    """Make a quantised weight from its inner tensors and its attributes in a file.
 
     Args:
-        name: of the weight, in memory.
-        cls: name of its class.
-        kind: what is known of that class.
-        data: attributes, as the file has them.
-        inside: {name inside the weight: tensor}.
-        what: where they were read, for the message.
+        name: the name of the weight, in memory.
+        cls: the name of the weight's class in torchao.
+        kind: which tensors and attributes that class has.
+        data: {attribute: value as torchao writes it in JSON}.
+        inside: {name inside the weight, such as "qdata": tensor}.
+        what: where tensors and attributes were read, for the message.
 
     Raises:
         Corrupt: they do not fit the class.
@@ -309,7 +316,10 @@ def _make_composite(
 
 
 def _decode_attribute(x: object) -> Any:
-    """Return an attribute that torchao encoded in JSON.
+    """Return an attribute of a quantised weight from the form in which torchao writes it as JSON.
+
+    The result is plain data, or what unpickling gives for a torch dtype, an enum member or a dataclass of torchao. This
+    is the inverse of `_encode_attribute`.
 
     Raises:
         KeyError, ValueError, AttributeError, TypeError: torchao does not encode anything like that.

@@ -101,8 +101,10 @@ def _with_hub_names(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
 
 
 def _find_common_prefix(ckpt: Checkpoint, source: Source, options: WriteOptions) -> str | None:
-    """Return a prefix of all weights ("net.") without which they are those of the model of the config, if they are not
-    with it; None otherwise."""
+    """Return the prefix, such as "net.", that must be removed from all weights to get the names of the config's model.
+
+    The result is None if the names are right as they are, if no such prefix exists, or if this cannot be told.
+    """
     model = {joined(t.path[1:]): t for t in ckpt.tensors.values() if t.path[0] == "model"}
     if options.of(HfOptions).allow_name_mismatch or len({name.partition(".")[0] for name in model}) != 1:
         return None
@@ -147,8 +149,15 @@ def _find_config_files(
 
 
 def _is_declared_in_vain(ckpt: Checkpoint, config: dict[str, Any]) -> bool:
-    """Return whether a config says that weights are codes, and none is: it is that of the quantised model from which a
-    job started, and loaders would take the weights for codes."""
+    """Return whether a config declares a quantisation that no weight has.
+
+    Such a config is that of the quantised model from which a job started; loaders would take the plain weights for
+    packed codes.
+
+    Args:
+        ckpt: the checkpoint with the weights.
+        config: the config to check.
+    """
     stating = replace(ckpt, config=config)
     found = encodings.find_in_checkpoint(ckpt, encodings.read_quantization_config(stating, None))
     return found.contradicted and not find_composites(ckpt)
@@ -193,7 +202,10 @@ def _without_quantization(
 
 
 def _explain_mismatch(ckpt: Checkpoint, config: dict[str, object]) -> str | None:
-    """Return why the weights are not those of the model of a config; None if they are, or if this cannot be told."""
+    """Return, as text, how the weights differ from those of the model of a config.
+
+    The result is None if they do not differ, or if this cannot be told.
+    """
     objects = {joined(c.path[1:]): c for c in find_composites(ckpt).values() if c.path[0] == "model"}
     model = _as_dense_tensors(ckpt, objects)
     relation = _ask_for_verdict(config, model, [])
@@ -418,8 +430,15 @@ def _collect_weights(
 
 
 def _as_dense_tensors(ckpt: Checkpoint, objects: dict[str, Composite]) -> dict[str, TensorEntry]:
-    """Return {name: weight}. A quantised weight is represented by a tensor with its outer dtype and shape, at the bytes
-    of its first inner tensor. `objects` are {name: quantised weight}."""
+    """Return {name: weight} of the model, with one plain tensor for each quantised weight.
+
+    Such a tensor has the dtype and shape that the quantised weight shows, and the place in files of its first inner
+    tensor.
+
+    Args:
+        ckpt: the checkpoint.
+        objects: {name: quantised weight}.
+    """
     of = {joined(t.path): n for n, c in objects.items() for t in c.tensors.values()}
     out: dict[str, TensorEntry] = {}
     for full, t in ckpt.tensors.items():
@@ -492,8 +511,15 @@ def _split_quantised_weights(
 def _ask_for_verdict(
     config: dict[str, Any], model: dict[str, TensorEntry], notes: list[str], *, needed: bool = False
 ) -> hub_names.Relation | None:
-    """Return what transformers says of the names of weights, with its verdict on them; None if it cannot answer, which
-    is added to `notes` unless the config has no model_type.
+    """Return what transformers says of the names of weights, and whether they are those of the config's model.
+
+    The result is None if transformers cannot answer, which is added to `notes` unless the config has no model_type.
+
+    Args:
+        config: config.json.
+        model: {name: weight}.
+        notes: gets a note for the user if there is no answer.
+        needed: whether to raise, rather than return None, if transformers is not installed.
 
     Raises:
         MissingPackage: transformers is not installed, and its answer is `needed`.

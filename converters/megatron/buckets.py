@@ -338,12 +338,12 @@ def _find_local_boxes(name: str, t: TensorEntry, tp: int, rank: int) -> LocalBox
 
 
 def _list_chunk_ends(b: Bucket) -> list[int]:
-    """Return, ascending, the elements of a bucket at which a chunk of its masters ends."""
+    """Return, ascending, the element after the end of each stored chunk of a bucket's fp32 weights."""
     return sorted(s[0] + n[0] for s, n in b.param.chunks.boxes() if n[0])
 
 
 def _make_digest_name(local: LocalBoxes) -> str:
-    """Return the name of a shard among the tensors whose digests are computed together."""
+    """Return a name for a shard of a weight, its FQN and boxes as text, under which its digest is looked up."""
     return f"{local.weight}:{local.boxes}"
 
 

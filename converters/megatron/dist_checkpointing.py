@@ -74,8 +74,12 @@ class DistCheckpointing:
     """The dialect of folders of dist_checkpointing: `folders` below the source are one state."""
 
     def __init__(self, folders: list[str], evidence: str) -> None:
-        """Keep the `folders` below the source that together are one state ("" is the source itself), and the evidence
-        for the format."""
+        """Keep which folders to read, and what shows their format.
+
+        Args:
+            folders: the paths, below the source, of the folders that together are one state; "" is the source itself.
+            evidence: what shows the format, as text.
+        """
         self.folders, self.evidence = folders, evidence
         # what `read` returned of buckets, before the caller left out what was not asked for
         self._with_buckets: Checkpoint | None = None
@@ -551,6 +555,8 @@ def _unwrap_object(inside: Mapping[Path, object], key: str, may_have_tensors: bo
 
 
 def _refuse_reading(at: int, n: int) -> bytes:
-    """Raise Corrupt; used in place of a function that reads bytes, for objects that must not refer to bytes of a
-    file."""
+    """Raise Corrupt, whatever the offset `at` and the number of bytes `n` are.
+
+    It takes the place of the function that reads bytes of a file, for objects that must not refer to any.
+    """
     raise Corrupt("an object of a rank refers to bytes outside of it.", code="CKPT0406")

@@ -464,15 +464,14 @@ def assign_group_members(
     *,
     qk_norms_decay: bool,
 ) -> dict[int, list[str]] | None:
-    """Return {number of a param group: its parameters} by Megatron-Core's rule; None if the rule does not fit the
-    groups.
+    """Return {number of a param group: its parameters} by Megatron-Core's rule; None if the groups do not fit it.
 
     Args:
         groups: {number of a param group: its hyperparameters}.
         dims: {parameter: number of its dimensions}, in the order of the model.
-        adam: parameters with Adam's moments, which are in the groups that have `betas` where only some groups do: a
-            chain of Muon, for matrices, and Adam.
-        qk_norms_decay: as `has_no_weight_decay`.
+        adam: the parameters with Adam's moments. They matter only if some groups have `betas` and others do not, as
+            where Muon, for matrices, is chained with Adam: they are then in the groups with `betas`.
+        qk_norms_decay: whether the norms of queries and keys have weight decay in this job.
     """
     chained = len({"betas" in g for g in groups.values()}) > 1
     of: dict[tuple[bool, bool, bool], int] = {}

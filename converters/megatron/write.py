@@ -294,8 +294,10 @@ def _make_tensor_key(t: TensorEntry, ckpt: Checkpoint, master: str) -> str | Non
 
 
 def _find_object_key(path: Path) -> str | None:
-    """Return Megatron's key of the rank's object, such as random states, that contains the entry at `path`; None if
-    there is none."""
+    """Return Megatron's key of the rank's object that an entry is part of, such as "rng_state/shard_0.0_0".
+
+    The result is None if the entry is part of no such object. `path` is the entry's canonical path.
+    """
     if path[0] == "rng" and len(path) > 1 and str(path[1]).startswith("shard_"):
         return f"rng_state/{path[1]}"
     return str(path[1]) if path[0] == "extra" and len(path) > 1 and "/shard_" in str(path[1]) else None
@@ -645,11 +647,15 @@ def _build_optimizer_state(ckpt: Checkpoint, values: _Values, notes: list[str], 
 
 
 def _complete_for_fused_adam(groups: list[dict[str, Any]], values: _Values) -> None:
-    """Give the param groups, in the order of the file, what the FusedAdam of Transformer Engine or Apex needs of them,
-    and note in `values` what they were, which a reader finds.
+    """Give the param groups the options that the FusedAdam of Transformer Engine or Apex needs.
 
-    A job takes them in place of its own. FusedAdam reads `bias_correction`, which torch's Adam does not have and always
-    does, and hands `step` to a kernel that takes integers alone.
+    A job takes the saved groups in place of its own. FusedAdam reads `bias_correction`, which torch's Adam always
+    applies and has no option for, and needs an integer `step`. The options as they were before are kept in `values`, so
+    that a reader restores them.
+
+    Args:
+        groups: the hyperparameters of each param group, in the order of the file; changed in place.
+        values: the values of the checkpoint; its `ours` gets the options before the change.
     """
     before: dict[int, dict[str, object]] = {}
     for i, g in enumerate(groups):

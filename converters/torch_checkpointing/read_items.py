@@ -256,7 +256,15 @@ class _Reading:
         }
 
     def _find_metadata_key(self, item: Item, path: Path) -> tuple[str, ...]:
-        """Return the path of a leaf as metadata.pkl has it; a safetensors file has only the path joined by dots."""
+        """Return the key, a tuple of names, under which metadata.pkl describes the tensor at a path of an item.
+
+        If metadata.pkl does not have the path itself, it is looked up joined by dots, which is all that a safetensors
+        file has of it.
+
+        Args:
+            item: the item, with its tensors by metadata.pkl.
+            path: the path of the leaf in the item's files.
+        """
         key = tuple(map(str, path))
         if key in item.tensors or not item.tensors:
             return key

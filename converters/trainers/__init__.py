@@ -631,8 +631,10 @@ VERL = Dialect(
 
 
 def _describe_torchtitan_next_step(advice: Advice) -> str:
-    """Return advice: torchtitan resumes at any world size, and how to exclude the state of its data loader, which is
-    for one number of ranks, and for which it asks where there is none."""
+    """Return advice for the user: torchtitan resumes at any world size, if need be without the data loader's state.
+
+    torchtitan asks for that state, which fits one number of ranks only, so the advice says how to exclude it.
+    """
     exclude = 'CheckpointManager.Config(exclude_from_loading=["dataloader"])'
     if not any(advice.ckpt.component(n) == "dataloader" for n in (*advice.ckpt.tensors, *advice.ckpt.values)):
         return f"resumes at any world size in torchtitan with {exclude}: there is no state of a data loader"

@@ -365,12 +365,14 @@ def _read_checkpoint_part(source: Source, part: DirectoryPart, options: ReadOpti
 
 
 def _collect_weights(whole: Checkpoint, part: DirectoryPart) -> dict[str, TensorEntry]:
-    """Return {FQN: weight} of the model that a part belongs to: of several models, that with the number of the
-    optimizer. Where none has it, these are the weights of all, and their FQNs begin with the number.
+    """Return {FQN: weight} of the model that a part belongs to.
+
+    If the checkpoint has several models, the one with the number of the part is taken. If none of several
+    has that number, the weights of all are returned, and their FQNs begin with the number of the model.
 
     Args:
         whole: the index of the parts read so far.
-        part: which part.
+        part: the part, such as an optimizer.
     """
     weights = [t for t in whole.tensors.values() if t.path[0] == "model"]
     numbers = {t.path[1:2] for t in weights} if part.component == "optim" and part.under else set[Path]()
@@ -689,12 +691,15 @@ def _with_foreign_optimizer_as_extra(
 
 
 def _parse_left_over(leaves: Mapping[Path, Any], what: str) -> tuple[dict[Path, object], set[Path]]:
-    """Return ({canonical path: leaf} of ckpttool_state.pt, in which ckpttool keeps state that the trainer has no file
-    for; the canonical paths of RNG states and gradient scalers in other files that are copies of it).
+    """Parse ckpttool_state.pt, the file in which ckpttool keeps state that the trainer has no file for.
 
     Args:
         leaves: {path in the file: leaf}.
         what: name of the file in messages.
+
+    Returns:
+        ({canonical path: leaf} of that state, the canonical paths of RNG states and gradient scalers in other files
+            that are only copies of it).
 
     Raises:
         Corrupt: ckpttool did not write the file like this.

@@ -40,15 +40,21 @@ def has_rank_loaders(source: Source) -> bool:
 
 
 def match_numbered_names(names: Sequence[str], pattern: str) -> Iterator[tuple[str, int]]:
-    """Yield (name, number) of the names that a pattern with one group matches in full, in the order of the numbers. The
-    group is the number; it is 0 where the group matches nothing."""
+    """Yield (name, number) of the names that a pattern matches in full, in the order of the numbers.
+
+    Args:
+        names: the names.
+        pattern: a regular expression with one group, the number; where that group is absent or empty, the number is 0.
+    """
     rows = [(name, int(m[1] or 0)) for name in names if (m := re.fullmatch(pattern, name))]
     yield from sorted(rows, key=lambda row: row[1])
 
 
 def list_model_parts(names: Sequence[str]) -> list[DirectoryPart]:
-    """List the parts that hold models, by number, among the names in a directory. The number of each is the path below
-    its component (`under`)."""
+    """List the parts that hold models, by number, among the names in a directory.
+
+    `under` of each part is its model's number as text, in a tuple: the number comes after "model" in canonical paths.
+    """
     for pattern, layout in (
         (r"pytorch_model_fsdp_(\d+)", "dcp"),
         (r"pytorch_model_fsdp(?:_(\d+))?\.bin", "full"),

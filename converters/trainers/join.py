@@ -68,12 +68,16 @@ def state_dict_type(ckpt: Checkpoint, options: WriteOptions) -> str:
 
 
 def add_missing_options(ckpt: Checkpoint, by_dcp: bool = True) -> tuple[Checkpoint, dict[str, object], list[str]]:
-    """Return (the checkpoint with what a job with torch's AdamW and schedulers has and its optimizer lacks: options of
-    param groups, and the steps of parameters; {name: value} of those; notes on them).
+    """Add what a job with torch's AdamW and schedulers asks for and the checkpoint's optimizer lacks.
+
+    These are options of param groups, and the steps of parameters.
 
     Args:
-        ckpt: what is written.
+        ckpt: what is written; it is not changed.
         by_dcp: whether the trainer asks dcp for every option that its optimizer has; if not, steps alone are added.
+
+    Returns:
+        (the checkpoint with the additions, {canonical name: value} of the additions, notes for the user on them).
     """
     made, steps = list_missing_options(ckpt) if by_dcp else {}, list_missing_steps(ckpt)
     notes = []

@@ -112,13 +112,16 @@ def refuse_several_optimizers(ckpt: Checkpoint, trainer: str) -> None:
 
 
 def refuse_unfit_optimizer(ckpt: Checkpoint, trainer: str, by_parameter: bool = False) -> None:
-    """Raise if there are several optimizers, if param groups have names instead of numbers, or if none lists
-    parameters, by which a job finds their state. What is left of a damaged checkpoint may lack those lists, as its
-    record says.
+    """Raise if a trainer's directory cannot hold the optimizer.
+
+    There must be one optimizer, whose param groups have numbers, not names, and list the parameters, by which a job
+    finds their state. What is left of a damaged checkpoint may lack those lists.
 
     Args:
-        trainer: its name in the message.
-        by_parameter: whether it keeps the options of a group by parameter, too, so that they need such a list as well.
+        ckpt: what is written.
+        trainer: the trainer's name in the message.
+        by_parameter: whether the trainer also keeps the options of a group by parameter, so that they need a list of
+            parameters as well.
 
     Raises:
         Unsupported: there are several, or groups with names; or there is state of one, or there are such options, and
@@ -167,8 +170,11 @@ def select_leaves_below(ckpt: Checkpoint, *head: str | int) -> dict[Path, object
 
 
 def _list_schedulers(ckpt: Checkpoint) -> list[tuple[set[Path], dict[Path, object]]]:
-    """Return [(canonical paths, {path in the state dict: leaf})], one per scheduler, by number. Several schedulers are
-    numbered below "scheduler"."""
+    """Return [(canonical paths, {path in the state dict: leaf})] of each scheduler, by number.
+
+    The list is empty if there is no scheduler. Several schedulers have their numbers below "scheduler" in the canonical
+    paths; without such numbers it is empty, too.
+    """
     if only := find_only_scheduler(ckpt):
         return [(set(only), strip_paths(only, 1))]
     found = select_leaves_below(ckpt, "scheduler")
@@ -180,8 +186,10 @@ def _list_schedulers(ckpt: Checkpoint) -> list[tuple[set[Path], dict[Path, objec
 
 
 def describe_other_schedulers(ckpt: Checkpoint, own: bool = False, several: bool = False) -> list[str]:
-    """Return a note if a job's scheduler stops at a scheduler's state, or takes it and begins at step 0; [] if it goes
-    on, or there is none. What `describe_deepspeed_scheduler` says is not said again.
+    """Return one note if the new job's scheduler would fail on the source's scheduler state, or begin at step 0.
+
+    The result is an empty list if the scheduler goes on where it was, if there is none, or if
+    `describe_deepspeed_scheduler` already has a note on this.
 
     LRScheduler.load_state_dict (torch/optim/lr_scheduler.py) loads any state, and the scheduler counts in last_epoch:
     without that it begins at step 0 and says nothing. Megatron-Core's counts in num_steps, DeepSpeed's own in
@@ -190,7 +198,7 @@ def describe_other_schedulers(ckpt: Checkpoint, own: bool = False, several: bool
     Args:
         ckpt: what is written.
         own: whether the script makes the scheduler, of any class; else it is most likely a LambdaLR of transformers.
-        several: whether the trainer loads several schedulers; else several are not written as one, and nothing is said.
+        several: whether the trainer loads several schedulers; else several are not written as one, and get no note.
     """
     loaded = _list_schedulers(ckpt) if several or find_only_scheduler(ckpt) else []
     keys = [{str(p[0]) for p in state} for _, state in loaded]
@@ -268,10 +276,13 @@ def _make_scaler_file(
 
 
 def _name_rng_part(path: Path) -> Path:
-    """Return the canonical path that a trainer's file has for an RNG state of a rank.
+    """Return the canonical path of an RNG state whose path has the names that a trainer or script uses.
 
     Scripts call the state of the CPU "torch", after torch.get_rng_state(), and OLMo-core keeps each state beside the
     version of the library, {"torch": {"version", "state"}, ...}.
+
+    Args:
+        path: ("rng", rank, the file's name for the part, further keys ...).
     """
     part, rest = "cpu" if path[2] == "torch" else path[2], path[3:]
     return ("rng", str(path[1]), part, *(rest[1:] if rest[:1] == ("state",) else rest))
@@ -618,13 +629,14 @@ _TRAINER_STATE = frozenset(
 
 
 def count_steps(ckpt: Checkpoint, source: Source, key: str = "step") -> int:
-    """Return the number of optimizer steps: the trainer's counter, else the `step` of the first parameter in the
-    optimizer; 0 if there is neither.
+    """Return the number of optimizer steps that a checkpoint counts; 0 if it has no count.
+
+    It is a trainer's counter, else the `step` of the first parameter in the optimizer.
 
     Args:
         ckpt: the checkpoint.
         source: where its bytes are.
-        key: what the trainer that is written calls its counter, which counts before those of others.
+        key: the name of the counter in the trainer that is written; a counter of this name precedes all others.
     """
     if type(own := ckpt.value(f"trainer.{key}")) is int and own >= 0:
         return own

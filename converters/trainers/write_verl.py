@@ -190,6 +190,7 @@ class _RankFiles:
     def __init__(
         self, ckpt: Checkpoint, options: WriteOptions, world: int, whole: set[str], same: Mapping[str, str]
     ) -> None:
+        """Begin without any file; the arguments are those of the class."""
         self.ckpt, self.options, self.world = ckpt, options, world
         self.whole, self.same = whole, same
         self.files = TorchFiles()
@@ -274,6 +275,6 @@ class _RankFiles:
         self.sources[name] = self.ckpt.tensors[name]
 
     def draft(self) -> Draft:
-        """Make the draft."""
+        """Return the draft of the files of all components that were added."""
         index = Checkpoint("verl", self.options.target, self.world, [], [], self.tensors, {})
         return self.files.draft(index, self.sources, aliases=dict(self.same))

@@ -42,6 +42,11 @@ class Averages:
     first)}."""
 
     def __init__(self, names: Collection[str]) -> None:
+        """Start without negative elements in `found`.
+
+        Args:
+            names: names of the tensors that are averages of squares; `add` ignores all others.
+        """
         self.names = names
         self.found: dict[str, tuple[int, int]] = {}
 

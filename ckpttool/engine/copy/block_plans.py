@@ -29,6 +29,13 @@ class StreamJob:
     __slots__ = ("boxed", "dtype", "entry", "name")
 
     def __init__(self, name: str, entry: TensorEntry, dtype: str | None = None, *, boxed: bool = False) -> None:
+        """Make the job to stream one tensor.
+
+        Args:
+            name, entry: name of the tensor, and its entry in the index.
+            dtype: torch's name of the dtype to cast to; None for the tensor's own.
+            boxed: whether blocks are slabs (boxes with `start` and `shape`), and not just ranges of elements.
+        """
         self.name, self.entry, self.dtype, self.boxed = name, entry, dtype or entry.dtype, boxed
 
 

@@ -54,40 +54,59 @@ class _CodedFile(DestinationFile):
     """A file whose bytes go through a sink on their way to the destination."""
 
     def __init__(self, raw: DestinationFile, sink: Sink) -> None:
+        """Make a file whose bytes `sink` encodes (compression, encryption).
+
+        Args:
+            raw: the file of the destination, which gets the encoded bytes.
+            sink: the encoder; it passes its output to `raw.append`.
+        """
         self.raw, self.sink, self.path = raw, sink, raw.path
 
     @property
     def at(self) -> int:  # type: ignore[override]
+        """Return how many bytes were appended so far, counted before they are encoded."""
         return self.sink.at
 
     @property
     def size(self) -> int:
+        """Return the number of encoded bytes in the file so far."""
         return self.raw.size
 
     def append(self, data: bytes | memoryview) -> None:
+        """Encode bytes and append the result; the sink may keep some of them in a buffer."""
         self.sink.append(data)
 
     def start_writing(self) -> None:
+        """Switch from comparing with the bytes of an earlier run to writing, from the next byte on.
+
+        Raises:
+            Altered: the sink cannot continue the file from here, or the existing file is too short.
+        """
         if not self.sink.resumable():
             raise Altered(self.path)
         self.sink.flush()
         self.raw.start_writing()
 
     def flush(self) -> None:
+        """Encode everything that the sink has buffered, and hand it to the system or the store."""
         self.sink.flush()
         self.raw.flush()
 
     def sync(self) -> None:
+        """Make durable what was flushed. The caller must have waited for all writes."""
         self.raw.sync()
 
     def end(self) -> None:
+        """Encode the rest, and mark the file as complete: nothing more will be appended."""
         self.sink.finish()
         self.raw.end()
 
     def finish(self) -> None:
+        """Make the complete file durable. The caller must have waited for all writes."""
         self.raw.finish()
 
     def close(self) -> None:
+        """Stop the sink and close the file, whether the file is finished or not."""
         self.sink.close()
         self.raw.close()
 
@@ -179,6 +198,11 @@ class Scatter:
     """
 
     def __init__(self, draft: Draft) -> None:
+        """Start without digests, CRC32s and losses.
+
+        Args:
+            draft: the plan of the destination's files, with the tensors that are written to them.
+        """
         self.draft = draft
         self.digests: dict[str, str] = {}
         self.lost: dict[str, CastLosses] = {}
@@ -311,6 +335,15 @@ class _Filling(Scatter):
         destination: Destination,
         budget: IOBudget,
     ) -> None:
+        """Prepare to write the files of a draft; nothing is read or written yet.
+
+        Args:
+            draft: the plan of the destination's files.
+            source, files: the source, and its files; the file numbers of chunks are indices into this list.
+            records: byte ranges of these files with known CRC32s, checked as they are read.
+            destination: where to write; its `earlier` says what an interrupted run left there.
+            budget: number of threads, and size of the buffers.
+        """
         super().__init__(draft)
         self.source, self.destination, self.budget = source, destination, budget
         self.files, self.records = files, records
@@ -439,16 +472,24 @@ class _Filling(Scatter):
             self.noted, self.last_note = passed, now
 
     def end_tensor(self, name: str) -> None:
+        """Note the digest of the tensor `name` for the journal; finish complete files if as many are open as are
+        allowed."""
         self.fresh_digests[name] = self.digests[name]
         if len(self.ended) >= self.destination.max_open_finished:
             self._finish_files(self.ended)
             self.ended.clear()
 
     def write(self, row: ChunkRow, data: memoryview) -> None:
+        """Append the next bytes of a chunk to its file, or skip them if an interrupted run has written them already."""
         out = self.open_out(row.file)
         out.skip(data) if self.again else out.append(data)
 
     def begin(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
+        """Append what the layout puts in front of a chunk of the tensor `name`, such as the header of an item.
+
+        Raises:
+            AssertionError: the chunk would not begin at the offset that the draft planned.
+        """
         out = self.open_out(row.file)
         if self.draft.before:
             out.append(self.draft.before(name, entry, row.row, self.crcs[row.file]))
@@ -456,6 +497,8 @@ class _Filling(Scatter):
             raise AssertionError(f"{name} row {row.row}: at byte {out.at} of {out.path}, planned {row.offset}")
 
     def end(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
+        """Append what the layout puts behind a chunk of the tensor `name`, and note the file as ended if it was its
+        last chunk."""
         if self.draft.after:
             self.open_out(row.file).append(self.draft.after(name, entry, row.row, self.crcs[row.file]))
         self.left[row.file] -= 1
@@ -512,6 +555,15 @@ class ChunkRow:
     __slots__ = ("count", "crc", "done", "file", "first", "offset", "row", "shape", "start")
 
     def __init__(self, row: int, entry: TensorEntry, box: tuple[tuple[int, ...], tuple[int, ...]], flat: bool) -> None:
+        """Make the row of a chunk of which no byte is written yet.
+
+        Args:
+            row: number of the chunk in `entry`.
+            entry: the tensor's entry in the index of the destination.
+            box: (start, shape) of the chunk in the tensor.
+            flat: whether the chunk is a contiguous range of the flattened tensor; `first` is then its first flat index,
+                otherwise None.
+        """
         c = entry.chunks
         self.row, self.file, self.offset = row, c.file[row], c.offset[row]
         self.start, self.shape = box

@@ -21,6 +21,11 @@ class CrcVerifier:
     """Checks the CRC32s of records while their bytes are read, in any order and in any pieces."""
 
     def __init__(self, records: Records) -> None:
+        """Start with no byte of any record read.
+
+        Args:
+            records: byte ranges of files, each with its stored CRC32.
+        """
         self._records = records.by_file()
         #: {(file, number of the record): [(start, end, crc)], sorted}
         self._seen: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
@@ -92,7 +97,8 @@ class CrcVerifier:
         """Add the ranges that another verifier of the same records has read of its incomplete records.
 
         Args:
-            seen: what `parts_read()` of the other verifier returned.
+            seen: what `parts_read()` of the other verifier returned: (file number, number of the record in the file,
+                [(first byte, end, CRC32)]) of each of these records.
 
         Raises:
             CrcMismatch: a record is complete, and its CRC32 is not the stored one.

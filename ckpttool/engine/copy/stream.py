@@ -110,6 +110,13 @@ class Reader:
         records: Records | None = None,
         budget: IOBudget = DEFAULT_BUDGET,
     ) -> None:
+        """Prepare to read tensors.
+
+        Args:
+            source, files: the source, and its files; the file numbers of chunks are indices into this list.
+            records: byte ranges whose CRC32s are compared with the bytes as they are read; None compares nothing.
+            budget: number of threads, and size of the buffers.
+        """
         self.source, self.files = source, files
         self.crcs = CrcVerifier(records or Records())
         self.block_bytes = budget.buffer_bytes - 2 * ALIGN  # an aligned read takes in up to a page before and after
@@ -537,8 +544,16 @@ class Reader:
         return buffer[:n]
 
     def _read_cached(self, name: str, file: int, offset: int, n: int, buffer: memoryview) -> memoryview | None:
-        """Return the `n` bytes at `offset` if the page cache holds them, else None; a file that was not in the cache is
-        not asked again for the next 32 reads."""
+        """Read `n` bytes of a file at `offset` into `buffer` if the page cache of the system contains all of them.
+
+        After a miss, the next 32 calls for that file return None without asking the cache.
+
+        Args:
+            name, file: the file, by its name and by its number.
+
+        Returns:
+            The part of `buffer` with the bytes; None if they were not read.
+        """
         if not _NOWAIT:
             return None
         if self._cold.get(file, 0) > 0:
@@ -578,7 +593,8 @@ class Reader:
         """Add the ranges of records that another reader of the same source has read.
 
         Args:
-            seen: what `crcs.parts_read()` of the other reader returned.
+            seen: what `crcs.parts_read()` of the other reader returned: (file number, number of the record in the file,
+                [(first byte, end, CRC32)]) of each record that it read in part.
 
         Raises:
             Corrupt: a record is complete now and does not have the CRC32 that the source carries.

@@ -83,11 +83,12 @@ class StatisticsCounter:
     """
 
     def __init__(self, tensors: dict[str, TensorEntry], exponents: bool) -> None:
+        """Start without statistics of any tensor; the class describes the arguments."""
         self._tensors, self.exponents = tensors, exponents
         self.found: dict[str, TensorStatistics] = {}
 
     def add(self, block: Block) -> None:
-        """Add a block of a tensor."""
+        """Add the numbers of a block, which is a piece of one tensor, to the statistics of that tensor."""
         dtype = self._tensors[block.name].dtype
         old = self.found.get(block.name, TensorStatistics())
         if dtype in NOT_TORCHS:

@@ -54,17 +54,32 @@ def data_digest(value: Value) -> str:
 
 
 def split_into_leaves(held: Mapping[str, Value]) -> dict[str, Value]:
-    """Split values (nested dicts and lists) into their leaves and return {name of a leaf: value}, as readers of state
-    dicts do; readers of JSON files keep nested values."""
+    """Split nested dicts and lists into their leaves, as readers of state dicts do; readers of JSON files keep nested
+    values.
+
+    Args:
+        held: {name: value}; a value may be nested.
+
+    Returns:
+        {dotted name of a leaf: value of that leaf}.
+    """
     return {joined(p): Value(p, x) for v in held.values() for p, x in flatten_tree(v.data, v.path).items()}
 
 
 def split_lists(held: Mapping[str, Value], names: Iterable[str]) -> dict[str, Value]:
-    """Return `held`, {name: value}, with some lists replaced by their elements: the lists that contain no dict or
-    tensor, but have elements among `names`.
+    """Replace some lists among values by their elements: the lists that contain no dict or tensor, but of which `names`
+    has elements.
 
     A reader splits a list only if it contains dicts or tensors. Where a layout could not store those, the other
     elements of the list are separate values of the state, while the reader finds one list.
+
+    Args:
+        held: {name: value}.
+        names: names of the values that are looked for; that of an element is the name of its list, a dot and its
+            position.
+
+    Returns:
+        {name: value}, with an entry for each element in place of such a list.
     """
     heads = {head for n in names for head in accumulate(n.split(".")[:-1], "{}.{}".format)}
     out: dict[str, Value] = {}
@@ -78,7 +93,14 @@ def split_lists(held: Mapping[str, Value], names: Iterable[str]) -> dict[str, Va
 
 
 def value_digests(held: Mapping[str, Value]) -> dict[str, str]:
-    """Split values into their leaves and return {name of a leaf: BLAKE3 hex digest}."""
+    """Split values into their leaves and digest each leaf.
+
+    Args:
+        held: {name: value}; a value may be nested.
+
+    Returns:
+        {dotted name of a leaf: BLAKE3 hex digest of its path and data}.
+    """
     return {name: value_digest(value) for name, value in split_into_leaves(held).items()}
 
 

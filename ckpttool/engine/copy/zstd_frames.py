@@ -17,12 +17,15 @@ class _Raw(io.RawIOBase, IO[bytes]):
     """A byte range of a source file as a stream."""
 
     def __init__(self, source: Source, name: str, offset: int, length: int) -> None:
+        """Make a stream of `length` bytes of the file `name` in `source`, from `offset` on."""
         self.source, self.name_, self.at, self.end = source, name, offset, offset + length
 
     def readable(self) -> bool:
+        """Return True: the stream can be read from."""
         return True
 
     def readinto(self, b: Any) -> int:
+        """Read the next bytes into the buffer `b`, and return their number; 0 at the end of the range."""
         n = min(len(b), self.end - self.at)
         b[:n] = self.source.read(self.name_, self.at, n)
         self.at += n
@@ -36,6 +39,18 @@ class ZstdDecoder:
     crc = 0
 
     def __init__(self, source: Source, name: str, extent: Extent, skip: int, crc: int | None, what: str) -> None:
+        """Begin to decompress a frame, and skip the first bytes of its content.
+
+        Args:
+            source, name: the source, and the name of the file in it.
+            extent: the range of the frame in the file, in bytes.
+            skip: bytes of the content to skip.
+            crc: CRC32 that the content must have from there on; None if it is not known.
+            what: what errors call the frame.
+
+        Raises:
+            Corrupt: the frame is damaged, or ends before that.
+        """
         import zstandard
 
         self.what, self.want = what, crc

@@ -104,6 +104,11 @@ class Checkpoints(ByFields):
         }
 
     def __str__(self) -> str:
+        """Return a table as text, with a line for each checkpoint: step or epoch, name, layout, size, and whether it is
+        complete.
+
+        A last line counts the folders that were not looked into, if there are any.
+        """
         rows = [
             (
                 f"step {c.step:,}" if c.step is not None else f"epoch {c.epoch}" if c.epoch is not None else "",
@@ -389,8 +394,7 @@ def find_checkpoints(source: Source, most: int | None = None) -> Checkpoints:
 
 
 def describe_place(where: Place) -> FoundCheckpoint | None:
-    """Return the `FoundCheckpoint` of a place that is a checkpoint itself, as `below` returns them for a folder; None
-    where it is no checkpoint.
+    """Return the `FoundCheckpoint` of a file or folder that is a checkpoint itself; None if it is no checkpoint.
 
     Its `name` is relative to the source: "" for the source's own folder.
     """
@@ -432,8 +436,13 @@ def _sort_key_by_age(c: FoundCheckpoint) -> tuple[int, int, str]:
 
 
 def find_run_key(c: FoundCheckpoint) -> tuple[str, str]:
-    """Return a key that is equal for all checkpoints of one run: (folder that contains them, ""); for
-    global_step_3/actor, ("global_step_#", "actor")."""
+    """Return a key that is equal for all checkpoints of one run.
+
+    Returns:
+        (folder that contains the checkpoint, "") if the last part of its `name` has a step or epoch. Otherwise (that
+        folder with "#" for each number, the last part): ("global_step_#", "actor") for global_step_3/actor; ("", "") if
+        no folder is named.
+    """
     folder, _, name = c.name.rpartition("/")
     if _find_step_and_epoch(name) == (None, None):
         return re.sub(r"\d+", "#", folder), name if folder else ""
@@ -450,6 +459,11 @@ class _Walk:
     """A look into a folder, its folders and theirs."""
 
     def __init__(self, source: Source, most: int | None) -> None:
+        """Prepare to look for checkpoints in a source.
+
+        Args:
+            most: how many folders to look into at most; None for a default, which is smaller for a remote source.
+        """
         self.source, self.left_out = source, 0
         self.known = layouts.layouts()  # asking for them looks for other packages
         self.listings = most or (_MOST_REMOTE if source.is_remote else _MOST)

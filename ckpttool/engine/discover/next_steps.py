@@ -23,8 +23,8 @@ def next_step(ckpt: Checkpoint, path: str, exists: Callable[[str], bool]) -> str
 
     Args:
         ckpt: the checkpoint.
-        path: path or URL of it, for the commands in the line.
-        exists: tells whether its folder has a file of this name.
+        path: path or URL of the checkpoint, for the commands in the line.
+        exists: tells whether the checkpoint's folder has a file of the given name.
     """
     advice = Advice(ckpt, path)
     layout, program = layouts.find_by_checkpoint_layout(ckpt.layout), layouts.get_program_of(ckpt.layout)

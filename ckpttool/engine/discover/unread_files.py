@@ -115,9 +115,10 @@ def list_unread_files(source: Source, file: str | None, ckpt: Checkpoint, saves:
     first. If a folder cannot be listed, a note is added to `ckpt.notes`.
 
     Args:
-        source, file: the place that was read; `file` is None for a folder.
-        ckpt: what was read of it, before components were left out.
-        saves: how its layout keeps several saves in one folder; None if it does not.
+        source, file: the place that was read: a folder, and the name of the one file in it that is the checkpoint;
+            `file` is None if the folder is the checkpoint.
+        ckpt: the index that was read there, before components were left out.
+        saves: how the checkpoint's layout keeps several saves in one folder; None if it does not.
     """
     held = {ckpt.component(n) for n in [*ckpt.tensors, *ckpt.values]} - {
         "trainer",
@@ -149,7 +150,13 @@ _OF_PEFT = "its adapter once more, by names and shapes, as PEFT saves it"
 
 def _is_checkpoint_of_same_model(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
     """Tell whether a file with an unknown name is a checkpoint itself, with the weights and the optimizer state of the
-    same model. Weights alone do not count: they may be an average, i.e. further state."""
+    same model. Weights alone do not count: they may be an average, i.e. further state.
+
+    Args:
+        source: the folder of the checkpoint.
+        row: the file in that folder; the answer is False if its name is not of the unknown kind.
+        ckpt: the index of the checkpoint, for the names and shapes of its weights.
+    """
     model = {n: t.shape for n, t in ckpt.tensors.items() if t.path[0] == "model"}
     large = sum(t.nbytes for t in ckpt.tensors.values() if t.path[0] == "model")
     if (row.what, row.component) != ("unknown", "extra") or not model or (row.bytes or 0) < large:
@@ -177,6 +184,11 @@ def _is_copy_of_adapter(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
 
     Trainer writes such a copy next to the weights of DeepSpeed and of FSDP's FULL_STATE_DICT, whose tensor names
     contain the adapter's name; the copy's names do not.
+
+    Args:
+        source: the folder of the checkpoint.
+        row: the file in that folder.
+        ckpt: the index of the checkpoint.
     """
     seen = lora.find_lora(ckpt) if row.component == "adapter" else None
     if seen is None:
@@ -195,10 +207,12 @@ def _is_copy_of_adapter(source: Source, row: Unread, ckpt: Checkpoint) -> bool:
 
 
 def _list_unread_in_folder(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:
-    """Yield the unread state files in the checkpoint's folder and in those subfolders from which the layout read.
+    """Yield the state files that the layout did not read, in the checkpoint's folder and in those subfolders of which
+    it read other files.
 
     Args:
-        held: components that the checkpoint has; a file of one of them is no loss.
+        held: names of the components that the checkpoint has, such as "optim"; an unread file of one of them is yielded
+            with the component "", which means that nothing is lost.
         saves: how the layout keeps several saves in one folder, so that the other saves are ignored; None if it does
             not.
     """
@@ -224,21 +238,22 @@ def _list_unread_in_folder(source: Source, held: set[str], saves: Saves | None) 
 
 
 def _list_state_beside_file(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:
-    """Yield the state files in the folder of a single-file checkpoint.
+    """Yield the state files that lie in the same folder as a single-file checkpoint; none for a web server.
 
     Args:
-        held: components that the checkpoint has; their files are ignored.
-        saves: not used.
+        held: names of the components that the checkpoint has, such as "optim"; files of these are ignored.
+        saves: not used; an argument as that of `_list_unread_in_folder`.
     """
     if not source.root.startswith("http"):  # where listings are pages for people, a question a file is too much
         yield from _list_state_by_name(source, set(source.identities()), held, "", None)
 
 
 def _list_state_in_parent(source: Source, held: set[str], saves: Saves | None) -> Iterator[Unread]:
-    """Yield the state files in the parent folder, where a trainer spreads one checkpoint over several folders.
+    """Yield the state files in the parent folder, where a trainer spreads one checkpoint over several folders; their
+    names begin with "../".
 
     Args:
-        held: components that the checkpoint has; their files are ignored.
+        held: names of the components that the checkpoint has, such as "optim"; files of these are ignored.
         saves: how the layout keeps several saves in one folder; None if it does not.
     """
     parent, name = find_parent_folder(source)
@@ -266,8 +281,9 @@ def _list_state_by_name(
     has.
 
     Args:
-        skip: entries that are ignored.
-        held: components that the checkpoint has.
+        source: the folder.
+        skip: names of entries of the folder that are ignored.
+        held: names of the components that the checkpoint has, such as "optim".
         above: prefix of each name in the result, such as "../".
         kind: the one kind of file to look for; None for all.
     """
@@ -285,17 +301,18 @@ def _list_state_by_name(
 
 def _holds_state(source: Source, folder: str, kind: tuple[str, str]) -> bool:
     """Tell whether a folder with the name of a state folder contains state files; a folder of source code may be called
-    dataloader, too.
+    dataloader, too. Always True if the kind has no component.
 
     Args:
+        folder: path of the folder in `source`.
         kind: (what it is, its component), as `classify_state_file` returns it for the folder's name.
     """
     return not kind[1] or any(n == ".metadata" or re.fullmatch(_STATE, n) for n in source.list(folder))
 
 
 def _classify_checkpoint_file(name: str) -> tuple[str, str] | None:
-    """Return (what it is, its component) of a file in the checkpoint's own folder, by its name; None for files that
-    need no mention: config, tokenizer, texts."""
+    """Return (what it is in words, its component) of a file in the checkpoint's own folder, by its name: ("RNG",
+    "rng"). The component is "" if it has none. None for files that need no mention: config, tokenizer, texts."""
     if (known := classify_state_file(name)) is not None:
         return known
     if name.startswith((".", "tokenizer")):
@@ -308,8 +325,8 @@ def _classify_checkpoint_file(name: str) -> tuple[str, str] | None:
 
 
 def classify_state_file(name: str) -> tuple[str, str] | None:
-    """Return (what it is, its component) for a file or folder name that trainers use, else None. The name of a folder
-    has to end with "/"."""
+    """Return (what it is in words, its component) for a file or folder name that trainers use: ("RNG", "rng"). The
+    component is "" if it has none. None for any other name. The name of a folder has to end with "/"."""
     known = (*_NAMES, *layouts.state_files())
     m = _compile_pattern(known).fullmatch(name)
     return None if m is None else next(k[1:] for i, k in enumerate(known) if m[f"k{i}"] is not None)

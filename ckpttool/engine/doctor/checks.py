@@ -71,10 +71,10 @@ class BlockCheck(Protocol):
     def __init__(self, ckpt: Checkpoint) -> None: ...
 
     def add(self, block: Block) -> None:
-        """Look at a block, whose data is valid during the call."""
+        """Check one block of a tensor. The block's data is valid only during the call, so keep no reference to it."""
 
     def findings(self) -> list[Finding]:
-        """Return what was found; called when all blocks were added."""
+        """Return the findings of this check about all tensors; called once every block was passed to `add`."""
 
 
 #: Every check that was registered, as they were defined.
@@ -209,13 +209,14 @@ class Examined:
 
     @property
     def digests(self) -> dict[str, str] | None:
-        """Get {tensor: BLAKE3 hex digest}; None where the data is not to be read."""
+        """Get {canonical name of a tensor: BLAKE3 of its bytes, in hex}; None if the request says not to read the
+        data."""
         return self._read_everything[1] if self.request.read_data else None
 
     @cached_property
     def _read_everything(self) -> tuple[dict[type[BlockCheck], BlockCheck], dict[str, str]]:
-        """Get ({class of a block check: its instance, which has seen every block}, {tensor: BLAKE3 hex digest}), after
-        reading every tensor once.
+        """Read every tensor once, and get the pair ({class of a block check: its instance, to which every block was
+        passed}, {canonical name of a tensor: BLAKE3 of its bytes, in hex}).
 
         Raises:
             Corrupt, SourceChanged: bytes do not match their CRC32, or were written meanwhile.
@@ -239,8 +240,8 @@ class Examined:
         """Return the shell command that writes a copy of the checkpoint with further options.
 
         Args:
-            ending: the copy is named PATH-ENDING.
-            options: options of the command, beside those that say how to read the checkpoint.
+            ending: word that the copy's name has behind the checkpoint's name and "-", before the suffix of a file.
+            options: words of the command line, besides those that say how to read the checkpoint: "--only", "model".
         """
         return make_copy_command(self.opened, self.request.path, ending, (*self.request.given, *options))
 
@@ -253,8 +254,8 @@ def make_copy_command(
 
     Args:
         path: the checkpoint, as the user gave it.
-        ending: the copy is named PATH-ENDING.
-        options: further options of the command.
+        ending: word that the copy's name has behind the checkpoint's name and "-", before the suffix of a file.
+        options: further words of the command line.
         whole: whether to also copy the components that were not opened.
     """
     layout = opened.layout

@@ -45,7 +45,7 @@ NOT_READ = define_kind("not-read", 310, "only a part was looked at", "what-is-wh
 
 
 def make_file_finding(problem: Problem) -> Finding:
-    """Convert a problem of a file to a finding."""
+    """Convert a problem of a file, as `find_problems` in salvage.py returns it, to a finding of damage."""
     kind = FILE_KINDS[problem.kind]
     return Finding(kind, DAMAGE, problem.file, (), f"{problem.file} {problem.text}", problem.repair)
 
@@ -58,7 +58,11 @@ def make_refusal_finding(e: CkpttoolError) -> Finding:
 
 @check(DIFFERS, reads_data=True, needs_whole=True)
 def compare_with_record(at: Examined) -> list[Finding]:
-    """Compare the digests of tensors and values with those that ckpttool.json, or the checkpoint itself, has."""
+    """Compare the digests of tensors and values with those that ckpttool.json, or the checkpoint itself, has.
+
+    Returns:
+        One finding of damage if a digest differs; otherwise a finding for each note that the comparison makes.
+    """
     out = VerifyResult(at.request.path, at.ckpt.layout, len(at.ckpt.tensors), at.ckpt.nbytes, "ok", 0, [])
     try:
         compare_recorded_digests(at.opened, at.digests or {}, out)

@@ -79,7 +79,8 @@ def find_state_without_group(at: Examined) -> list[Finding]:
 
 @check(INCOMPLETE_STATE, needs_whole=True)
 def find_incomplete_state(at: Examined) -> list[Finding]:
-    """Find what the optimizer's state lacks, or has twice, by itself."""
+    """Find faults that the optimizer's state shows without a look at the model, such as slots that only some parameters
+    have, no param groups, or parameters that the groups list twice. Each fault is a finding."""
     return [Finding(INCOMPLETE_STATE, NOTE, None, (), text) for text in describe_incomplete_state(at.ckpt)]
 
 
@@ -119,7 +120,8 @@ def _list_parameters_with_state(ckpt: Checkpoint) -> set[str]:
 
 @check(PER_RANK_STATE)
 def find_per_rank_state(at: Examined) -> list[Finding]:
-    """Find optimizer state that each rank had for itself, while DCP kept that of one rank only."""
+    """Find optimizer state that was lost because every rank saved its own part under one name, of which DCP kept the
+    part of one rank only."""
     found = find_lost_slots(at.ckpt)
     if not found:
         return []

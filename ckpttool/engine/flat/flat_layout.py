@@ -92,7 +92,7 @@ class FlatPart(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Count the elements."""
+        """Get the number of elements of the parameter."""
         return prod(self.shape)
 
 
@@ -107,7 +107,7 @@ class Flat(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Return its name in a LOCAL_STATE_DICT."""
+        """Get the flat parameter's name in a LOCAL_STATE_DICT, such as "layers.0._flat_param"."""
         return flat_key(self.module)
 
 
@@ -512,12 +512,22 @@ def _convert_flat(f: Any, seen: set[str], what: str) -> Flat:
 
 
 def _parse_size(x: object) -> int:
+    """Return a value of the JSON as it is, if it is an integer from 0 to `MAX_NUMEL`.
+
+    Raises:
+        ValueError: it is something else.
+    """
     if type(x) is not int or not 0 <= x <= MAX_NUMEL:
         raise ValueError(f"{x!r} is not a size")
     return x
 
 
 def _parse_name(x: object) -> str:
+    """Return a value of the JSON as it is, if it is a text.
+
+    Raises:
+        ValueError: it is something else.
+    """
     if not isinstance(x, str):
         raise ValueError(f"{x!r} is not a name")
     return x
@@ -528,7 +538,7 @@ def read_layout_file(path: str) -> FlatLayout:
 
     Raises:
         Unsupported: there is no such file.
-        Corrupt: it is something else.
+        Corrupt: the file is no flat layout.
     """
     if not os.path.isfile(path):
         raise Unsupported(f"{argument('flat_layout', path)}: no such file.", code="CKPT0302")

@@ -101,7 +101,8 @@ TRAINED_ALONE = "param groups list the parameters that an engine trains, and no 
 
 
 def list_group_values(groups: Iterable[ParamGroup]) -> dict[str, Value]:
-    """Return {name: value} of param groups, under the names that a reader would give them."""
+    """Return {canonical name: value} of all options and parameter lists of param groups, under the names that a reader
+    gives them, such as "optim.param_groups.0.lr"; {} if there are no groups."""
     trees = [{**g.options, "params": list(g.params)} for g in groups]
     found = flatten_tree(trees, ("optim", "param_groups")) if trees else {}
     return {joined(p): Value(p, x) for p, x in found.items()}
@@ -111,6 +112,7 @@ def split_training_state(ckpt: Checkpoint, source: Source, trained: Iterable[str
     """Split a state into what engines keep separately: weights, param groups, optimizer slots, counters, and the rest.
 
     Args:
+        ckpt, source: the index of the checkpoint, and its files.
         trained: FQNs that the next job trains, so that one of them without state is not taken for frozen; None if
             unknown.
 
@@ -172,7 +174,7 @@ def _iterate_leaves(ckpt: Checkpoint) -> Iterator[tuple[Path, Tree]]:
 
 
 def tensors_of(tree: object) -> Iterator[TensorEntry]:
-    """Yield the tensors in nested dicts and lists."""
+    """Yield the tensors in nested dicts and lists, or `tree` itself if it is a tensor; other leaves are skipped."""
     if isinstance(tree, TensorEntry):
         yield tree
     elif isinstance(tree, (dict, list)):
@@ -384,6 +386,7 @@ _STATISTIC = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked|in
 
 
 def _is_floating(dtype: str) -> bool:
+    """Tell whether a dtype, by its torch name, is one of floating-point numbers."""
     return "float" in dtype
 
 
@@ -393,11 +396,14 @@ def _list_some(names: list[str]) -> str:
 
 
 def _find_tied(ckpt: Checkpoint, source: Source, out: Training, trained: set[str]) -> dict[str, str]:
-    """Return {alias: owner} of tied weights: those with one place in the files and, beside an optimizer, untrained
-    matrices with the bytes of a trained one, which are read.
+    """Return {alias: owner} of tied weights, both names without "model.".
+
+    Weights are tied if they have one place in the files. If some parameters are trained, an untrained matrix with the
+    same bytes as a trained one counts as tied, too; the bytes are read for that.
 
     Args:
-        trained: FQNs of the parameters that a group lists; one of these is the owner, or else the first.
+        trained: FQNs of the parameters that a param group lists; empty without an optimizer. Of tied weights, the first
+            of these is the owner, or else the first in the order of the model.
     """
     pairs = tied_weights(out.tensors)
     if trained:  # a state dict that stores both of a tied pair has them as two tensors with the same bytes
@@ -491,8 +497,9 @@ def find_shared_scalars(training: Training, params: Iterable[str], what: str) ->
         what: why there can be only one value, for the reasons: "a sub-group of ZeRO-3 has one step".
 
     Returns:
-        ({slot: the scalar that most of the parameters have}, the scalars of parameters that have another, as dropped;
-            all of a slot that some parameters lack, since a reader would find it for these too).
+        ({slot: the value that most of the parameters have}, the entries that are dropped). Dropped are the values of
+        parameters that have another one; all values of a slot that some parameters lack, since a reader would find it
+        for these, too; and what is neither a tensor nor a number.
     """
     fresh = set(training.fresh)
     names = [n for n in params if n not in fresh]

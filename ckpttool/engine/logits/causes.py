@@ -54,7 +54,8 @@ def explain_layer(model: StreamedModel, a: ModelSide, b: ModelSide, layer: str) 
 
     Args:
         model: the model of A; both sides have been run.
-        layer: the layer's name, possibly with the number of the call ("#2").
+        a, b: the weights and configs of the two checkpoints; A is the reference.
+        layer: the path of the layer's module, with "#2" behind it for its second call in a run.
     """
     layer = layer.partition("#")[0]
     above = [name for name in model.layers if name != layer and (not name or layer.startswith(f"{name}."))]
@@ -92,8 +93,8 @@ def _flatten_config(above: str, config: Mapping[str, object]) -> list[tuple[str,
 
 
 def _get_digest(model: StreamedModel, side: ModelSide, name: str) -> str | None:
-    """Return the digest of a side's weight, by the name of the model's parameter; None where the side has no such
-    weight."""
+    """Return the digest of a weight that was read from a side, given the name of the model's parameter; None if the
+    side has no such weight, or it has not been read."""
     stored = model.name_in(side, name)
     return None if stored is None else side.digests.get(stored)
 

@@ -305,6 +305,12 @@ class _Recording:
     """The outputs of A's layers, in a file that is gone when it is closed."""
 
     def __init__(self, file: IO[bytes], inputs: ModelInputs) -> None:
+        """Begin an empty recording.
+
+        Args:
+            file: a temporary file, opened for reading and writing, which is empty.
+            inputs: the batch that the models compute; its padding is left out of what is recorded.
+        """
         self._file, self._inputs = file, inputs
         self._places: dict[str, list[tuple[int, tuple[int, ...]]]] = {}
 
@@ -326,8 +332,9 @@ class _Recording:
                 raise kind_of_failure(e)(f"{where}: {e.strerror}. Set TMPDIR to a folder with more room.") from e
 
     def comparing(self, rows: list[LayerDifference]) -> Callable[[str, list[torch.Tensor]], None]:
-        """Return a sink that compares the outputs of a layer with those recorded from A, and appends a
-        `LayerDifference` to `rows`. Layers that A does not have are ignored."""
+        """Return a function to pass to `StreamedModel.run` as its sink: called with (layer, its outputs), it compares
+        them with those recorded from A, and appends a `LayerDifference` to `rows`. Layers that A does not have are
+        ignored."""
 
         def compare(layer: str, outputs: list[torch.Tensor]) -> None:
             largest = relative = 0.0
@@ -448,7 +455,8 @@ def _measure_noise(
 
 
 def _list_other_ways(model: StreamedModel) -> list[tuple[str, Callable[[], object], Callable[[], object]]]:
-    """List other ways to compute a model, as (description, function that sets it up, function that undoes that)."""
+    """List ways to compute the same model with another attention kernel or another number of threads, as (description,
+    function that switches to the way, function that switches back)."""
     import torch
 
     usual = getattr(model.model.config, "_attn_implementation", None)

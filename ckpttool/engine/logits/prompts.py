@@ -42,8 +42,8 @@ class ModelInputs(NamedTuple):
     prompts: int
 
     def rows_of(self, found: torch.Tensor) -> torch.Tensor:
-        """Return the rows of an output that belong to tokens and not to padding, as a matrix [tokens, features]. An
-        output without one vector per token is returned completely, as a matrix."""
+        """Return the rows of a layer's output that belong to tokens and not to padding, as a matrix [tokens, features].
+        An output without one vector per token is returned completely, as a matrix."""
         for name in ("decoder_attention_mask", "attention_mask"):
             mask = self.tensors.get(name)
             if mask is not None and found.ndim > 2 and found.shape[:2] == mask.shape:
@@ -129,7 +129,8 @@ def _draw_prompt(random: Generator, length: int, size: int, special: list[int], 
 
 
 def _pad_prompts(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (token ids, attention mask) as tensors, padded with 0 on the right."""
+    """Return (token ids, attention mask) of prompts as integer tensors [prompts, length of the longest], padded with 0
+    on the right; the mask is 1 for tokens and 0 for padding."""
     import torch
 
     longest = max(map(len, rows))
@@ -185,6 +186,7 @@ class _Counted(Exception):
     """Ends a forward when the number of an image's tokens is known, `rows`."""
 
     def __init__(self, rows: int) -> None:
+        """Make the exception; `rows` is the number of tokens that stand for the image."""
         self.rows = rows
 
 
@@ -222,8 +224,12 @@ def _count_image_tokens(streamed: StreamedModel, side: ModelSide, given: dict[st
 
 
 def _count_feature_vectors(found: Any) -> int:
-    """Return the number of vectors in the features of an image: a tensor, a list of tensors, or an output object with
-    one."""
+    """Return the number of vectors in the features of an image; 0 if there are none.
+
+    Args:
+        found: a tensor, a tuple or list of tensors, or an output object of transformers with one of these as its
+            `pooler_output`.
+    """
     pooled = getattr(found, "pooler_output", found)
     if isinstance(pooled, (tuple, list)):
         return sum(map(_count_feature_vectors, pooled))
@@ -281,7 +287,7 @@ def _parse_prompt(line: str) -> str | list[int]:
 
 
 def _load_tokenizer(config: str | None, path: str | os.PathLike[str]) -> Any:
-    """Load the tokenizer in the folder `config`, without running code of the folder.
+    """Load and return the transformers tokenizer in the folder `config`, without running code of the folder.
 
     Args:
         path: the file of prompts, for errors.

@@ -46,8 +46,12 @@ class ModelSide:
         return {n.removeprefix(_MODEL): t for n, t in self.opened.checkpoint.tensors.items() if n.startswith(_MODEL)}
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one weight as a CPU tensor, in its own dtype or rounded to that of `rounded_to`, and keep its digest in
-        `digests`.
+        """Read one weight, keep the digest of its numbers in `digests`, and return it as a CPU tensor.
+
+        With `rounded_to` set, a floating-point weight is first rounded to the dtype that it has on that side.
+
+        Args:
+            name: the weight's name without "model.".
 
         Raises:
             Corrupt, SourceChanged: its bytes are damaged.
@@ -65,7 +69,7 @@ class ModelSide:
 
 
 def has_own_config(path: CheckpointPath) -> bool:
-    """Tell whether a checkpoint is a folder with a model's config.json."""
+    """Tell whether a checkpoint is a folder with a config.json in it that names a model_type."""
     where = path if isinstance(path, layouts.Place) else layouts.place(path)
     with where.source:
         own = where.file is None and "config.json" in where.source.list()
@@ -82,11 +86,11 @@ def open_side(
     """Open a checkpoint in any layout for a comparison of logits; quantised weights are dequantised.
 
     Args:
-        label: "A" or "B".
+        label: what messages call the checkpoint, "A" or "B".
         path: the checkpoint.
-        reading: how it is read; hints that its layout does not use are left out.
-        writing: its name map, and the patterns of what is dequantised.
-        config: the config.json to use if it has none; None if it must have one.
+        reading: how the checkpoint is read; hints that its layout does not use are left out.
+        writing: the name map that applies to it, and the patterns of the weights to dequantise.
+        config: content of the config.json to use if the checkpoint has none; None if it must have one.
 
     Raises:
         Unsupported: it has no weights, or quantised ones that ckpttool cannot dequantise.

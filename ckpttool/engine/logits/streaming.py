@@ -102,8 +102,13 @@ class StreamedModel:
         return most if isinstance(most, int) else 1 << 20
 
     def name_in(self, side: ModelSide, name: str) -> str | None:
-        """Return the name under which a side has a weight: its own, or one that it is tied to; None where it has
-        neither."""
+        """Return the name, without "model.", under which a side's checkpoint has a weight of the model.
+
+        That is the weight's own name, or one that it is tied to; None if the checkpoint has none of these.
+
+        Args:
+            name: the name of the model's parameter.
+        """
         kept = self.tied.get(name, name)
         names = (name, kept, *(n for n, of in self.tied.items() if of == kept))
         return next((n for n in names if f"model.{n}" in side.opened.checkpoint.tensors), None)
@@ -125,6 +130,9 @@ class StreamedModel:
         """Return `misfit` with the missing Hub tensors named instead of the parameters that consist of them.
 
         If a part is missing, no parts are joined to parameters, and every parameter seems to be missing.
+
+        Args:
+            misfit: {weight: fault}, as `find_misfit` describes it.
         """
         try:
             views = relate_to_hub(side.config, None).views if {"is missing", _UNKNOWN} <= set(misfit.values()) else {}
@@ -159,7 +167,8 @@ class StreamedModel:
 
         Args:
             side: where the weights are read from.
-            sink: called with the outputs of each layer.
+            inputs: the batch.
+            sink: called with (layer, its outputs) after each layer; "#2" follows the layer's name in its second call.
 
         Raises:
             Unsupported: the model uses a weight outside the layer that it belongs to, or needs other inputs.
@@ -190,14 +199,14 @@ class StreamedModel:
         return found
 
     def place(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the arguments of the model, {name: tensor}, on its device; floating-point tensors are cast to its
-        dtype."""
+        """Return the arguments of the model's forward, {name: tensor}, on the device of the model;
+        floating-point tensors are cast to the model's dtype."""
         return {k: v.to(self.device, self.dtype if v.is_floating_point() else v.dtype) for k, v in given.items()}
 
     @contextmanager
     def reading_from(self, side: ModelSide, sink: Sink) -> Iterator[None]:
         """Within the `with` block, read the weights of each layer from `side` when the layer is computed, release them
-        afterwards, and call `sink` with the layer's outputs."""
+        afterwards, and call `sink` with (layer, its outputs); "#2" follows the layer's name in its second call."""
         import torch
 
         calls: dict[str, int] = {}

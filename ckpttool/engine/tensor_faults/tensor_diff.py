@@ -68,6 +68,7 @@ class TensorDiff:
     plain: str = ""
 
     def __post_init__(self) -> None:
+        """Set `plain` to `text` if it was not given."""
         self.plain = self.plain or self.text
 
     @property
@@ -211,7 +212,10 @@ def _find_extent(a: Array, b: Array) -> tuple[int, int, int] | None:
 
 
 def _find_kind(pair: ArrayPair) -> Found:
-    """Return the most specific kind of difference that applies to every differing element."""
+    """Return the most specific kind of difference that applies to every differing element, with its text.
+
+    If no rule applies, a few differing elements are listed, or the distance of the two tensors is measured.
+    """
     for rule in (_find_signed_zeros, _find_rounded, _find_zeros, _find_identity, _find_constant):
         if found := rule(pair):
             return found

@@ -66,6 +66,7 @@ class TensorKind(Enum):
     UNRELATED = "unrelated", "has values unrelated to the reference's", True, 4
 
     def __init__(self, label: str, phrase: str, is_general: bool = False, rank: int = 0) -> None:
+        """Set the fields of a kind from its line above: `label` is its name, `phrase` completes "A tensor ..."."""
         self.label, self.phrase, self.is_general, self.rank = label, phrase, is_general, rank
 
     @property

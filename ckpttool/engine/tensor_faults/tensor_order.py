@@ -48,8 +48,12 @@ _MOST = 1 << 22
 
 
 def _find_transposed(pair: ArrayPair) -> Found | None:
-    """Find whether two dimensions are exchanged, in a tensor that has the reference's shape; None if not. The last two
-    come first."""
+    """Find whether a tensor is the reference with two dimensions exchanged, though it has the reference's shape, and
+    describe that as a fault; None if not. The last two dimensions are tried first.
+
+    Args:
+        pair: the reference and the tensor.
+    """
     a, b = pair.a, pair.b
     if pair.sampled or a.ndim < 2 or a.dtype != b.dtype:
         return None
@@ -66,10 +70,14 @@ def _find_transposed(pair: ArrayPair) -> Found | None:
 
 
 def _find_shifted(pair: ArrayPair) -> Found | None:
-    """Find a shift k with got[i] == reference[i - k] over the differing range, except its first k elements; None if
-    there is none.
+    """Find whether the elements of a tensor are the reference's, moved by k places, and describe that as a fault; None
+    if not.
 
-    For a negative k, the exception is the last -k elements.
+    Then tensor[i] == reference[i - k] for all flat indices i from the first to the last differing element, except for
+    the first k of them; for a negative k, except for the last -k.
+
+    Args:
+        pair: the reference and the tensor.
     """
     a, b, first, last, count = pair.a, pair.b, pair.first, pair.last, pair.count
     if a.dtype != b.dtype:
@@ -112,8 +120,8 @@ def _find_shifted(pair: ArrayPair) -> Found | None:
 
 
 def _hash_slices(x: Array, axis: int) -> list[bytes | int]:
-    """Hash each slice along an axis: rows for axis 0, columns for axis 1 of a matrix. Slices of one hash count as
-    equal."""
+    """Return a hash of each slice along an axis, in order: of rows for axis 0, of columns for axis 1 of a matrix.
+    Slices with equal hashes count as equal."""
     import numpy as np
     from blake3 import blake3
 

@@ -41,13 +41,18 @@ class _Wrapped(NamedTuple):
 
     @property
     def base(self) -> str:
-        """The name of the weight in the base model."""
+        """Return the name that the weight has in the base model, without PEFT: "MODULE.LEAF", or "LEAF" alone."""
         return f"{self.module}.{self.leaf}" if self.module else self.leaf
 
 
 def has_lines_for_adapter(ckpt: Checkpoint, found: NameMap) -> bool:
-    """Tell whether a map names the tensors of the adapter as they are, such as one that removes a prefix. Lines `{*} =
-    {*}`, which keep any name, do not count."""
+    """Tell whether the lines of a map match all names of the adapter's own tensors ("...lora_A.weight"), as those of a
+    map that removes a prefix do. Lines `{*} = {*}`, which keep any name, do not count.
+
+    Args:
+        ckpt: the adapter.
+        found: the map.
+    """
     names = [t.local_name for t in ckpt.tensors.values() if t.component == "model"]
     for forward in (True, False):
         groups, unmatched = group_names(names, found, "model", forward)
@@ -92,7 +97,8 @@ def map_adapter(ckpt: Checkpoint, found: NameMap, of_optimizer: Iterable[str]) -
 
 
 def _split_wrapped_name(name: str) -> _Wrapped:
-    """Split the name of a parameter at the module that PEFT wrapped."""
+    """Split the name of a parameter, "PREFIX.MODULE.lora_A.weight", at the module that PEFT wrapped. A name without a
+    part of PEFT's is split at its last dot."""
     head, root, inner = name.partition(lora.ROOT)
     prefix, inner = (head + root, inner) if root else ("", name)
     m = _PEFT.search(inner)

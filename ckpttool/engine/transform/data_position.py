@@ -89,9 +89,13 @@ def _is_in_rank_loader(path: Path) -> bool:
 
 
 def _collect_rank_loaders(ckpt: Checkpoint) -> tuple[list[dict[Path, Value]], str | None]:
-    """Return ([{path inside the state: value} of each rank's data loader, in rank order], the text before the rank in
-    their keys). The text is None where the keys are integers; the list is empty where no loader states are stored by
-    rank."""
+    """Collect the states of data loaders that a checkpoint stores by rank.
+
+    Returns:
+        ([{path inside the loader's state: value} of rank 0, of rank 1, ...], the text before the rank in their keys,
+            such as "dp_rank_"). The text is None where the keys are integers. ([], None) where no loader states are
+            stored by rank, or not those of all ranks.
+    """
     found: dict[int, dict[Path, Value]] = defaultdict(dict)
     prefixes: set[str | None] = set()
     for v in ckpt.values.values():
@@ -104,8 +108,17 @@ def _collect_rank_loaders(ckpt: Checkpoint) -> tuple[list[dict[Path, Value]], st
 
 
 def _count_samples(ckpt: Checkpoint, loaders: list[dict[Path, Value]]) -> tuple[list[int], str]:
-    """Return (number of samples that each rank has read, why other ranks cannot continue from there). The list is empty
-    where the states do not say; the reason is "" if they can continue."""
+    """Count the samples that each rank's data loader has read, and check whether another number of ranks can continue
+    from there.
+
+    Args:
+        ckpt: the checkpoint.
+        loaders: {path inside the loader's state: value} of each rank, as `_collect_rank_loaders` returns them.
+
+    Returns:
+        ([samples read by rank 0, by rank 1, ...], why other ranks cannot continue). The list is empty where the states
+            do not give the numbers; the reason is "" if they can continue.
+    """
     states = [{rest: v.data for rest, v in loader.items()} for loader in loaders]
     counts = [[x for rest, x in s.items() if rest[-2:] == _COUNTS[0] and type(x) is int] for s in states]
     read = [c[0] for c in counts if len(c) == 1]
@@ -163,8 +176,12 @@ def _is_pickled_rank(v: Value) -> bool:
 
 
 def _count_pickled_samples(pickled: bytes) -> int | None:
-    """Return how many samples a rank of torchtitan has read of its part of a dataset (hf_datasets/text_datasets.py,
-    0.3), from its pickled state; None where the state does not say. Nothing in the pickle is called."""
+    """Return how many samples one rank's data loader of torchtitan has read of the rank's part of a dataset
+    (`sample_idx` of hf_datasets/text_datasets.py, 0.3); None where the state does not give one such number.
+
+    Args:
+        pickled: the pickle of the loader's state; nothing in it is called.
+    """
     try:
         state, _ = pickles.load(pickled, what="the state of a data loader")
     except CkpttoolError:

@@ -295,11 +295,12 @@ def _find_chunk_of_rows(t: TensorEntry, first: int, rows: int) -> TensorEntry | 
 def _make_dequantizer(
     ckpt: Checkpoint, source: Source, parts: Mapping[str, TensorEntry], compute: Callable[..., Array]
 ) -> Callable[[int, int], Array]:
-    """Return a function that reads the tensors of one part and computes its float32 numbers, all of them at once.
+    """Return a function (first, end) that reads the tensors of one part of a quantised tensor and returns the part's
+    float32 numbers; it ignores the range and always returns all of them.
 
     Args:
-        parts: {name inside the quantised tensor: the tensor}.
-        compute: a formula that takes them as arrays of these names.
+        parts: {name inside the quantised tensor: the tensor}; `PLAIN` for a part that is stored without quantisation.
+        compute: a formula that takes the tensors as keyword arguments, arrays of these names.
     """
 
     def dequantize_part(first: int, end: int) -> Array:
@@ -322,20 +323,31 @@ def _scale_blocks(values: Array, scale: Array) -> Array:
 
 
 def _dequantize_8bit(codes: Array, scale: Array, qmap: Array) -> Array:
-    """Look up each code in the table `qmap`, and multiply each block by its scale."""
+    """Return float numbers, flat: look up each 8-bit code in a table, and multiply each block by its scale.
+
+    Args:
+        codes: flat, one byte for each number.
+        scale: one for each block.
+        qmap: the table, {code: number} as an array.
+    """
     return _scale_blocks(qmap[codes], scale)
 
 
 def _dequantize_4bit(codes: Array, scale: Array, qmap: Array) -> Array:
-    """Unpack two codes from each byte, the upper half first, look them up in the table `qmap`, and multiply each block
-    by its scale."""
+    """Return float numbers, flat: look up each 4-bit code in a table, and multiply each block by its scale.
+
+    Args:
+        codes: flat, bytes of two codes each, the upper half first.
+        scale: one for each block.
+        qmap: the table, {code: number} as an array.
+    """
     import numpy as np
 
     return _scale_blocks(qmap[np.stack([codes >> 4, codes & 15], axis=1).reshape(-1)], scale)
 
 
 def _dequantize_fp8(codes: Array, scale: Array) -> Array:
-    """Multiply each block of float8 numbers by its scale."""
+    """Return float32 numbers, flat: multiply each block of the float8 numbers `codes` by its scale."""
     return _scale_blocks(codes.astype("f4"), scale)
 
 

@@ -129,6 +129,18 @@ class _Mapping:
         sizes: Mapping[str, int],
         unplaced: Iterable[MapLine],
     ) -> None:
+        """Prepare the mapping of a state: choose the sides of the map, and group the names of the optimizer.
+
+        Args:
+            ckpt, source: the state and its files.
+            found: the map.
+            sizes: {axis: size} by the map and config.json.
+            unplaced: lines of the map that lack one of these sizes.
+
+        Raises:
+            Unsupported: names belong to neither side of the map.
+            UsageError: there are no weights and no optimizer that names parameters.
+        """
         ckpt = _with_torchtune_optimizer(ckpt)
         self.ckpt, self.source, self.map, self.sizes, self.unplaced = ckpt, source, found, sizes, unplaced
         self.weights = {t.local_name: t for t in ckpt.tensors.values() if t.component == "model"}
@@ -156,7 +168,8 @@ class _Mapping:
         self.renamed: dict[str, tuple[str, ...]] = {}  # {first name of a group of the optimizer: its new names}
 
     def _leave_out_copies(self) -> None:
-        """Take the copies of weights out of the source, after comparing their bytes with those of the weights.
+        """Leave out of the source every weight that the map calls a copy of another weight, after comparing the bytes
+        of the two.
 
         Raises:
             Unsupported: a copy has other bytes, so the other side of the map has no place for it.
@@ -181,7 +194,7 @@ class _Mapping:
             )
 
     def _add_copies(self) -> None:
-        """Add the copies of weights that the side which the result is of has, as the map says."""
+        """Add to the result each tensor that, by the map, is a copy of a weight on the result's side of the map."""
         made = {}
         for row in self.map.copied if self.ways["model"] is not None else ():
             for t in self.tensors.values() if row.right == self.ways["model"] else ():
@@ -197,11 +210,13 @@ class _Mapping:
             )
 
     def _choose_sides(self) -> dict[str, bool | None]:
-        """Find out which side of the map the names are of, and return {"model": side, "optim": side}: True for the left
-        side, False for the right one, None for names of the right side that are kept.
+        """Find out which side of the map the present names are of, for the weights and for the optimizer.
 
-        Weights and optimizer may have the names of two sides, as torchtune saves them; then both get the names of the
-        right side.
+        Returns:
+            {"model": side of the weights' names, "optim": side of the optimizer's}: True for the left side, whose
+                names become those of the right one; False for the opposite; None for names of the right side that are
+                kept. That is so where weights and optimizer have names of two sides, as torchtune saves them: then
+                both get the names of the right side.
 
         Raises:
             Unsupported: names belong to neither side.
@@ -327,8 +342,12 @@ class _Mapping:
         return new
 
     def _warn_of_weight_decay(self, names: set[str]) -> list[str]:
-        """Return a list with one note if the optimizer applies weight decay to some of these parameters, which one side
-        of the map stores less one; else []."""
+        """Return a list with one note if the optimizer applies weight decay to some of these parameters; else [].
+
+        Args:
+            names: FQNs of norm weights that the left side of the map stores less one, so that decay toward 0 means
+                another thing on each side.
+        """
         for v in self.ckpt.values.values():
             if v.is_param_group and v.path[3:] in _NAME_LISTS and isinstance(v.data, list):
                 decay = self.ckpt.value(joined((*v.path[:3], "weight_decay")))
@@ -617,7 +636,7 @@ class _Mapping:
                 self.tensors[joined(path)] = replace(first, path=path)
 
     def _read_small(self, tensors: Iterable[TensorEntry]) -> dict[str, bytes]:
-        """Read small tensors of the source, {name: row-major bytes}.
+        """Read small tensors of the source completely, and return {canonical name: row-major bytes}.
 
         Raises:
             Corrupt: bytes do not have the CRC32 that the source says.
@@ -625,7 +644,10 @@ class _Mapping:
         return read_small_tensors(self.ckpt, self.source, [joined(t.path) for t in tensors])
 
     def _check_equal(self, found: Mapping[str, object]) -> None:
-        """Check that values, {name: data}, which the map joins to one, are equal.
+        """Check that values which the map joins to one are equal.
+
+        Args:
+            found: {name of a value or slot: its data}.
 
         Raises:
             Unsupported: two differ.

@@ -212,7 +212,12 @@ def _choose_sample_boxes(shape: tuple[int, ...], most: int) -> list[tuple[tuple[
 
 
 def _cut_box(t: TensorEntry, box: tuple[tuple[int, ...], tuple[int, ...]]) -> TensorEntry:
-    """Return a box (start, shape) of a tensor as a tensor."""
+    """Return a part of a tensor as a tensor of its own, which refers to the same bytes.
+
+    Args:
+        t: the tensor.
+        box: (index of the part's first element in each dimension, shape of the part).
+    """
     return replace(t, shape=box[1], chunks=cut_chunks(t, box))
 
 
@@ -223,7 +228,8 @@ def _compare_parts(
     found: dict[str, MasterDifference],
     budget: IOBudget,
 ) -> Iterator[int]:
-    """Compare parts of masters with the same parts of their weights; yield the bytes of the master in each step.
+    """Compare parts of fp32 masters with the same parts of their weights, step by step; yield after each step how many
+    bytes of the master it compared.
 
     Args:
         rows: (name of the weight, flat index of the part's first element, (part of the master, part of the weight)).

@@ -119,7 +119,12 @@ def check_premises(found: NameMap, job: tuple[Config, str], config: Config, give
 
 
 def _list_unknown_arguments(found: NameMap, arguments: Config) -> list[str]:
-    """List the arguments of the job that a map's premises need and that `arguments` lacks."""
+    """List the names of the job's arguments that the premises and conditions of a map need and that are missing.
+
+    Args:
+        found: the map.
+        arguments: {name: value} of the arguments of the job.
+    """
     asked = [p.job for p in found.premises if p.condition is None or evaluate(p.condition, arguments)]
     asked += [n.condition for n in found.lines if n.condition is not None]
     asked += [a.condition for a in found.added_one]
@@ -129,7 +134,14 @@ def _list_unknown_arguments(found: NameMap, arguments: Config) -> list[str]:
 
 
 def _is_contradicted(premise: Premise, arguments: Config, config: Config) -> bool:
-    """Tell whether a premise is known to be wrong: both of its sides have values, and they differ."""
+    """Tell whether a premise of a map applies and is wrong: both of its sides, that of the job and that of config.json,
+    can be evaluated, and their values differ. False where one of them cannot be evaluated.
+
+    Args:
+        premise: the premise.
+        arguments: {name: value} of the arguments of the job; {} if unknown.
+        config: config.json of the text model.
+    """
     if (not arguments and list_expression_keys(premise.job)) or (
         premise.condition is not None and not evaluate(premise.condition, arguments)
     ):
@@ -139,7 +151,13 @@ def _is_contradicted(premise: Premise, arguments: Config, config: Config) -> boo
 
 
 def _describe_side(expression: str, values: Config, where: str) -> str:
-    """Describe one side of a premise, an expression, with the values of its keys; `where` names what they are from."""
+    """Return a clause that shows one side of a premise with the values of its keys: "config.json has vocab_size = 8".
+
+    Args:
+        expression: the side, an expression of keys.
+        values: {key: value}; keys may be missing.
+        where: names what the values are from.
+    """
     known = [
         f"{k} = {evaluate(k, values)!r:.80}"
         for k in list_expression_keys(expression)

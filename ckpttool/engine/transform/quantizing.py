@@ -454,20 +454,25 @@ class _Matrix:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Return the rows and columns of its scales."""
+        """Return the shape of the matrix of scales, (rows, columns): one scale for each block."""
         return tuple(-(-n // b) for n, b in zip(self.shape, self.scheme.block, strict=True))
 
     @property
     def page_blocks(self) -> int:
-        """Return the rows of blocks of a page."""
+        """Return how many rows of blocks a page, the unit of computation, has; at least 1."""
         return max(1, _NUMBERS // (self.scheme.block[0] * max(1, self.shape[1])))
 
     def file(self, kind: str) -> str:
-        """Return the name of a computed file: "codes" or "scales"."""
+        """Return the name of the computed file of this matrix, such as "WEIGHT[0] (codes)"; `kind` is "codes" or
+        "scales"."""
         return f"{self.name}{list(self.lead) or ''} ({kind})"
 
     def compute_codes(self, first: int, end: int) -> Array:
-        """Compute the codes [first, end), which are complete rows of blocks, and record their errors in `measured`."""
+        """Return the float8 codes of complete rows of blocks, [rows, columns], and record their errors in `measured`.
+
+        Args:
+            first, end: flat indices of the first code and of the end, in the matrix.
+        """
         import ml_dtypes
         import numpy as np
 
@@ -482,7 +487,11 @@ class _Matrix:
         return out
 
     def compute_scales(self, first: int, end: int) -> Array:
-        """Compute the scales [first, end), which are complete rows of blocks."""
+        """Return the scales of complete rows of blocks.
+
+        Args:
+            first, end: flat indices of the first scale and of the end, in the matrix of scales.
+        """
         import numpy as np
 
         down, along = self.scheme.block[0], self.grid[1]

@@ -42,7 +42,11 @@ _TALLEST = 128  # rows of a block
 
 
 def is_of_transformer_engine(about: SubclassFacts) -> bool:
-    """Whether a tensor subclass is one of TransformerEngine's; `about` is the value that describes it."""
+    """Tell whether a tensor subclass is one of TransformerEngine's.
+
+    Args:
+        about: the value that describes the subclass, as `subclasses.split_subclass` returns it.
+    """
     return str(about["class"][0]).startswith("transformer_engine.")
 
 
@@ -113,8 +117,16 @@ def add_decoded_part(
 def _describe_misfit(
     kind: str, state: Mapping[str, Any], shape: tuple[int, ...], parts: Mapping[str, TensorEntry], codes: TensorEntry
 ) -> str:
-    """Return a text on what does not fit in a tensor of the class `kind`; "" if everything fits. Arguments are as in
-    `add_decoded_part`."""
+    """Return a clause on the first component that does not fit a quantised tensor, such as "its scales are [2, 1]"; ""
+    if everything fits.
+
+    Args:
+        kind: the name of the tensor's class, such as "MXFP8Tensor".
+        state: the attributes of the tensor that are no tensors.
+        shape: of the numbers that are decoded.
+        parts: {attribute of the tensor subclass: its tensor}.
+        codes: the one of `parts` that holds the codes.
+    """
     columns, rows = (shape[-1] if shape else 1), prod(shape[:-1])
     packed = kind == "NVFP4Tensor"
     if codes.dtype != "uint8" or codes.numel * (2 if packed else 1) != prod(shape) or (packed and columns % 2):
@@ -193,7 +205,11 @@ def _read_scales(
 
 
 def _decode_fp4(codes: Array) -> Array:
-    """Return the fp4 numbers of rows of bytes, each of which holds two codes."""
+    """Return the float32 numbers that fp4 codes stand for, [rows, 2 * bytes of a row].
+
+    Args:
+        codes: uint8, [rows, bytes of a row]; each byte holds two codes, the lower half first.
+    """
     import numpy as np
 
     table = np.array([*_FP4, *(-x for x in _FP4)], "f4")

@@ -107,22 +107,30 @@ class Workers:
     _empty: float | None = field(default=None, init=False)
 
     def prepare(self, fn: Callable[[str], str], text: str) -> None:
-        """Call `fn(text)` in one process from which all workers are then copied, if the workers are several processes
-        of this machine; other workers are not prepared."""
+        """Have one process call `fn(text)`, and start all workers as copies of that process, so that the work of the
+        call is done once. Do nothing unless the workers are several processes of this machine.
+
+        Args:
+            fn: a function of a module; what it returns is ignored.
+            text: its argument.
+        """
         if isinstance(self.executor, LocalProcesses) and (self.count or 0) > 1:
             self.executor.prepare(fn, text)
 
     def submit(self, fn: Callable[[str], str], text: str, others: Collection[Future[str]] = ()) -> Future[str]:
-        """Submit `fn(text)` and return its future.
+        """Have a worker call `fn(text)`, and return the future of what `fn` returns.
 
         Args:
-            others: futures of the same request; it is given to a worker that has none of them, if the engine can
-                choose.
+            fn: a function of a module that workers can import.
+            text: the request, its argument.
+            others: futures of earlier submissions of the same request. It goes to a worker that works on none of
+                them, if the engine can choose the worker (dask can).
         """
         return _submit_to_another(self.executor, fn, text, others)
 
     def count_now(self) -> int | None:
-        """Count the requests that the workers can work on at the same time now; None if the engine does not say.
+        """Ask the engine how many requests the workers can work on at the same time now; None if the engine does not
+        say, or has no worker at the moment.
 
         Raises:
             RemoteError: there have been no workers for `GONE` seconds, or the engine has not answered for `WAIT`
@@ -165,7 +173,11 @@ class SharedExecutor(Executor):
         self._futures: weakref.WeakSet[Future[object]] = weakref.WeakSet()
 
     def submit(self, fn: Callable[..., object], /, *args: object, **kwargs: object) -> Future[Any]:
-        """Return the future of `fn(*args)`, which the shared Executor runs.
+        """Have the shared Executor call `fn`, and return the future of what it returns.
+
+        Args:
+            fn, args: the function and its arguments.
+            kwargs: passed to the `submit` of the shared Executor.
 
         Raises:
             RemoteError: the engine takes no more work.
@@ -182,22 +194,34 @@ class SharedExecutor(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Cancel the futures that were submitted here and have not started; the shared Executor stays open. The
-        arguments are ignored."""
+        """Cancel the futures that were submitted here and have not started; the shared Executor stays open.
+
+        `wait` and `cancel_futures` are ignored.
+        """
         for future in list(self._futures):
             future.cancel()
 
 
 def get_worker_version(text: str) -> str:
-    """Return the version of ckpttool; called in a worker before its first request. The argument is ignored."""
+    """Return the version of ckpttool in this process, such as "1.2.0". A worker calls it before its first request.
+
+    Args:
+        text: ignored; every function that a worker calls takes a text.
+    """
     return __version__
 
 
 def _submit_to_another(
     executor: Executor, fn: Callable[[str], str], text: str, others: Collection[Future[str]]
 ) -> Future[str]:
-    """Submit a request to a worker that has none of the futures `others`, if the engine can choose, and return its
-    future."""
+    """Have a worker call `fn(text)`, and return the future of what `fn` returns.
+
+    Args:
+        executor: the workers.
+        fn, text: a function of a module, and its argument.
+        others: futures of earlier submissions of the same request; the request goes to a worker that works on none of
+            them. Only dask can choose the worker; other executors ignore this.
+    """
     if others and isinstance(executor, _DaskExecutor):
         return executor.submit(fn, text, workers=executor.list_workers_without(others))
     return executor.submit(fn, text)
@@ -210,7 +234,9 @@ def ask_worker(executor: Executor, said: str, fn: Callable[[str], str]) -> str:
     answer counts.
 
     Args:
-        said: how the user named the workers.
+        executor: the workers.
+        said: how the user named the workers, for messages.
+        fn: a function of a module that workers can import.
 
     Raises:
         RemoteError: no worker answers in `WAIT` seconds, or none can be asked.
@@ -244,9 +270,9 @@ def check_version(said: str, who: str, found: str | None) -> None:
     """Check that workers have the version of ckpttool that this process has.
 
     Args:
-        said: how the user named the workers.
-        who: which of them has the version `found`, for the message.
-        found: the version; None if ckpttool is not installed there.
+        said: how the user named the workers, for the message.
+        who: the worker, or part of the cluster, that was asked ("the scheduler"), for the message.
+        found: the version that `who` has; None if ckpttool is not installed there.
 
     Raises:
         UsageError: the version is another.
@@ -277,8 +303,12 @@ class _DaskExecutor(SharedExecutor):
         self._keys: weakref.WeakKeyDictionary[Future[object], str] = weakref.WeakKeyDictionary()
 
     def submit(self, fn: Callable[..., object], /, *args: object, **kwargs: object) -> Future[Any]:
-        """Return the future of `fn(*args)`. The keyword `workers` is a list of addresses of the workers that may run
-        it.
+        """Have a worker of the dask cluster call `fn(*args)`, and return the future of what `fn` returns.
+
+        Args:
+            fn, args: the function and its arguments.
+            kwargs: `workers`, a list of the addresses of the workers that may make the call; None, or left out, for
+                any worker.
 
         Raises:
             RemoteError: the scheduler takes no more work.
@@ -289,8 +319,8 @@ class _DaskExecutor(SharedExecutor):
         return future
 
     def list_workers_without(self, futures: Collection[Future[Any]]) -> list[str] | None:
-        """List the addresses of the workers that have none of these futures; None where all workers have one, or the
-        scheduler does not answer."""
+        """List the addresses of the workers that were given none of these futures to work on; None where every worker
+        has one of them, or the scheduler does not answer."""
         keys = {self._keys.get(f) for f in futures}
         try:
             found = self._client.sync(self._client.scheduler.processing, workers=None, callback_timeout=PROMPT)
@@ -299,8 +329,12 @@ class _DaskExecutor(SharedExecutor):
         return [address for address, has in found.items() if keys.isdisjoint(has)] or None
 
     def versions(self) -> dict[str, str | None]:
-        """Return {"the scheduler" or address of a worker: its version of ckpttool, None if it has none} of those that
-        answer in `PROMPT` seconds; a warning names the other workers."""
+        """Ask the scheduler and all workers which version of ckpttool is installed there.
+
+        Returns:
+            {"the scheduler", or the address of a worker: the version, None if ckpttool is not installed there}.
+                Whoever does not answer in `PROMPT` seconds is left out, and a warning names those workers.
+        """
 
         async def ask() -> dict[str, Any]:
             scheduler, message = self._client.scheduler, {"op": "versions", "packages": ["ckpttool"]}
@@ -429,6 +463,7 @@ class _StdoutWithoutRay:
         return int((sys.stderr if by_ray else self._file).write(text))
 
     def __getattr__(self, name: str) -> Any:
+        """Return any other attribute, such as `flush` or `encoding`, from the wrapped file."""
         return getattr(self._file, name)
 
 

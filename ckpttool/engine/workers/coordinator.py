@@ -229,7 +229,12 @@ def _finish_file(
 
 
 def _select_objects(tree: Mapping[str, Any], names: set[str]) -> Json:
-    """Return `tree`, as `ParallelDestination.share` returned it, with only those objects whose names are in `names`."""
+    """Return the description of a destination with only some of its objects.
+
+    Args:
+        tree: the destination in a store, as `ParallelDestination.share` returns it; {"objects": {name: object}, ...}.
+        names: the names of the objects to keep.
+    """
     return {**tree, "objects": {name: found for name, found in tree["objects"].items() if name in names}}
 
 

@@ -80,7 +80,7 @@ def _list_cgroup_folders(controller: str, root: str, membership: str) -> Iterato
 
 
 def _read_lines(path: str) -> list[str]:
-    """Read the lines of a file; none where it cannot be read."""
+    """Return the lines of a text file; [] where it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as f:
             return f.read().splitlines()

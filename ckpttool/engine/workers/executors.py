@@ -89,6 +89,7 @@ def _local_workers(count: int) -> Iterator[Workers]:
 
 
 def _count_processes(count: int) -> str:
+    """Return the name of local workers in messages: "1 process", "8 processes"."""
     return count_noun(count, "process", "processes")
 
 

@@ -264,6 +264,12 @@ class _Worker:
     """One process, and our end of its socket pair."""
 
     def __init__(self, made: Callable[[socket.socket, BinaryIO], tuple[_Process, bytes]]) -> None:
+        """Start the process.
+
+        Args:
+            made: starts it, given its end of the socket pair and the file for its standard error; returns (the process,
+                bytes to send to it before the first request).
+        """
         self.stderr = os.fdopen(os.memfd_create("stderr-of-worker"), "r+b")  # in memory: a full disk loses no message
         self.socket, theirs = socket.socketpair()
         with theirs:
@@ -379,12 +385,14 @@ class _Copy:
     """A worker that a template has made: its child, not ours."""
 
     def __init__(self, made_by: _Template, pid: int) -> None:
+        """Take the template that forked the process, and the id of the process, which must not have been waited for
+        yet."""
         self.pid, self._template = pid, made_by
         self._code: int | None = None
         self._fd = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
-        """Return its exit code, or None while it runs."""
+        """Return the exit code of the worker process, negative for a signal; None while it runs."""
         try:
             return self.wait(0)
         except subprocess.TimeoutExpired:

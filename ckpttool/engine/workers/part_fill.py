@@ -161,8 +161,13 @@ class _PartFilling(Scatter):
         self.outs: dict[int, LocalRange | CellRange] = {}
 
     def begin(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
-        """Append the frame before a chunk of tensor `name`, if it depends only on what was written here; else leave it
-        to the coordinator."""
+        """Append the frame (bytes of the file format) that precedes a chunk; leave those bytes to the coordinator if
+        they depend on chunks that other workers write. Do nothing if an earlier run has written the part.
+
+        Args:
+            name, entry: the tensor's name, and the tensor in the destination.
+            row: the chunk.
+        """
         if self.there:
             return
         alone = worker_writes_frames(self.draft, row.file)
@@ -196,18 +201,24 @@ class _PartFilling(Scatter):
         return record_at(last) >= first
 
     def write(self, row: ChunkRow, data: memoryview) -> None:
+        """Append the next bytes of a chunk to its file, unless an earlier run has written them."""
         if not self.there:
             self.outs[row.file].append(data)
 
     def end(self, name: str, entry: TensorEntry, row: ChunkRow) -> None:
-        """Append the frame after a chunk of tensor `name`, whose bytes are all written, under the same condition as
-        `begin`."""
+        """Append the frame (bytes of the file format) that follows a chunk whose bytes are all written, if workers
+        write the frames of its file. Do nothing if an earlier run has written the part.
+
+        Args:
+            name, entry: the tensor's name, and the tensor in the destination.
+            row: the chunk.
+        """
         if not self.there and self.draft.after and worker_writes_frames(self.draft, row.file):
             self.outs[row.file].append(self.draft.after(name, entry, row.row, self.crcs[row.file]))
 
     def finish(self) -> Json:
-        """Make what was written durable; returns, as plain data, what was sent to a store
-        (`SharedObjects.finish_sending`)."""
+        """Make durable what was written, and return what `finish_sending` of the destination returns: what was sent to
+        a store, as plain data."""
         for out in self.outs.values():
             out.flush()
         self.writer.drain()

@@ -45,12 +45,17 @@ Json = dict[str, Any]
 
 
 def describe_job(src: object, dst: str, reading: OpenOptions, writing: WriteRequest, plan: str) -> Json | None:
-    """Return a conversion as plain data, from which a worker plans it; None for one that a worker cannot plan by
-    itself.
+    """Return a conversion as plain data, from which a worker plans the same conversion; None if a worker cannot plan it
+    by itself, since it merges, averages or salvages, or its source is neither a path nor a URL.
 
     Args:
-        src: what the user gave as the source; a worker can open a path or a URL only.
-        plan: the `compute_plan_id` that a worker must come to.
+        src: what the user gave as the source.
+        dst: the path or URL of the destination.
+        reading, writing: how the source is read, and what is written.
+        plan: what `compute_plan_id` returned for the plan of this process; that of a worker must be equal.
+
+    Returns:
+        {"src" and "dst": absolute path or URL, "plan": `plan`, "reading" and "writing": {field: value} of the two}.
     """
     computed = reading.merge is not None or reading.average is not None
     if not isinstance(src, (str, os.PathLike)) or computed or reading.salvage:

@@ -38,8 +38,12 @@ class SingleEntryCache(Generic[T]):
 
     @contextmanager
     def answer(self, question: str) -> Iterator[T]:
-        """Provide what `make` returns for a question in the `with` block. It is made now, unless the question equals
-        the last one."""
+        """Provide the object that `make(question)` returns, for the `with` block.
+
+        Args:
+            question: what to make, as a text. If it equals the last question, the object of that is provided again;
+                otherwise a new one is made, and the old one is closed when its last user is done.
+        """
         with self.lock:
             if self.kept is None or question != self.kept.question:
                 self._drop()
@@ -55,11 +59,12 @@ class SingleEntryCache(Generic[T]):
                     kept.close()
 
     def close(self) -> None:
-        """Close what is kept; if it is in use, it is closed when its last user is done."""
+        """Empty the cache: close the object in it, or have its last user close it if it is in use."""
         with self.lock:
             self._drop()
 
     def _drop(self) -> None:
+        """Empty the cache, and close the object that was in it unless that is in use. The caller holds the lock."""
         kept, self.kept = self.kept, None
         if kept is not None:
             kept.close()
@@ -86,14 +91,14 @@ def close_caches() -> None:
 
 
 def prepare(request: str) -> str:
-    """Plan the conversion or open the checkpoint that a request is about, and cache it for all workers that are forked
-    from this process; return "".
+    """Plan the conversion or open the checkpoint that a request is about, and cache the result for all workers that are
+    forked from this process. Return "".
 
     Args:
-        request: JSON, as `run` takes it.
+        request: JSON, as `run` takes it: {"fill" or "digest": its arguments}.
 
     Raises:
-        CkpttoolError: it cannot be planned or opened.
+        CkpttoolError: the conversion cannot be planned, or the checkpoint cannot be opened.
     """
     ((what, asked),) = json.loads(request).items()
     with _planned.answer(json.dumps(asked["job"])) if what == "fill" else _opened.answer(json.dumps(asked["open"])):
@@ -101,10 +106,12 @@ def prepare(request: str) -> str:
 
 
 def run(request: str) -> str:
-    """Execute a request, and return the answer; errors of ckpttool are answers, too (`encode_error`).
+    """Execute a request of the coordinator in a worker, and return the answer as JSON. Errors of ckpttool are not
+    raised, but returned as answers (`encode_error`).
 
     Args:
-        request: JSON, {"fill", "cells" or "digest": its arguments}.
+        request: JSON of one key, {what to do: its arguments}. "fill" writes a part of a draft (`_fill_part`), "cells"
+            sends parts of objects to a store (`_send_cells`), "digest" hashes tensors (`_digest_part`).
     """
     ((what, asked),) = json.loads(request).items()
     try:
@@ -117,7 +124,9 @@ def _fill_part(asked: Json) -> Json:
     """Fill one part of a conversion, and return the answer of `fill_part`.
 
     Args:
-        asked: {"job", "tree", "part", "there", "threads", "buffer_bytes"}.
+        asked: {"job": what `describe_job` returned, "tree": the destination, as the coordinator shares it, "part": the
+            fields of a `WorkPart`, "there": whether an earlier run wrote its bytes, "threads" and "buffer_bytes": the
+            limits of an `IOBudget`}.
 
     Raises:
         CkpttoolError: it cannot be planned, read or written.
@@ -140,7 +149,8 @@ def _send_cells(asked: Json) -> Json:
     """Send some cells (parts of objects in a store) of a conversion, and return the answer of `send_cells`.
 
     Args:
-        asked: {"job", "tree", "cells", "threads", "buffer_bytes"}.
+        asked: {"job": what `describe_job` returned, "tree": the destination, as the coordinator shares it, "cells": the
+            cells, as `send_cells` takes them, "threads" and "buffer_bytes": the limits of an `IOBudget`}.
 
     Raises:
         CkpttoolError: it cannot be planned, read or sent.
@@ -161,8 +171,9 @@ def _digest_part(asked: Json) -> Json:
     "statistics" if they are asked for.
 
     Args:
-        asked: {"open", "first", "stop", "statistics", "threads", "buffer_bytes"}; the tensors are [first, stop) of the
-            index, and "statistics" is None, or whether to count exponents.
+        asked: {"open": the checkpoint, as `_open_asked` takes it, "first" and "stop": the tensors are [first, stop) of
+            its index, "statistics": None for none, or whether to count exponents, "threads" and "buffer_bytes": the
+            limits of an `IOBudget`}.
 
     Raises:
         CkpttoolError: it cannot be opened or read.

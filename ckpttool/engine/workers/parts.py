@@ -215,10 +215,15 @@ _PASSING = (CkpttoolError, Unreadable, RemoteError)
 
 
 def _resubmit(flight: _Flight, e: Exception, submit: Callable[[_Flight], None]) -> None:
-    """Submit a part that failed with the error `e` once more, unless another worker still has it.
+    """Submit a part that failed once more, unless another worker still works on it.
+
+    Args:
+        flight: the part, with the requests for it.
+        e: the error of the request that failed.
+        submit: submits the part to a worker.
 
     Raises:
-        CkpttoolError: it failed three times.
+        CkpttoolError: the part failed three times; this is `e`, if that is an error of ckpttool.
     """
     if flight.futures:
         return
@@ -267,8 +272,14 @@ def _is_late(flight: _Flight, seconds: list[float], least: float = 0.0) -> bool:
 
 
 def _warn_if_all_frozen(flights: dict[int, _Flight], seconds: list[float], workers: Workers) -> bool:
-    """Warn of the oldest part and return True if every submitted part takes much longer than finished ones did, so that
-    nothing progresses; else return False."""
+    """Warn that nothing progresses if every submitted part takes much longer than the finished parts did; the warning
+    names the part that was submitted first. Return whether it warned.
+
+    Args:
+        flights: {number of a part: the requests for it}, of all parts that are submitted and not finished.
+        seconds: how long each finished part has taken.
+        workers: the workers, for the warning.
+    """
     if not flights or not all(_is_late(f, seconds, _SILENT_SECONDS) for f in flights.values()):
         return False
     flight = min(flights.values(), key=lambda f: f.began)

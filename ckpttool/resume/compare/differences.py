@@ -124,6 +124,7 @@ class _Missing:
     """Stands for an option or a key that one side lacks."""
 
     def __repr__(self) -> str:
+        """Return "missing", for messages."""
         return "missing"
 
 
@@ -509,7 +510,8 @@ def _collect_input_digests(step: Step) -> dict[str, str]:
 
 
 def compare_common_inputs(expected: Step, found: Step) -> dict[str, bool]:
-    """Return {key of a sample: whether its tensors are equal in the two steps}, for the keys that both sides have."""
+    """Return {key: whether the tensors under it are equal in the two steps}, for the keys of samples (such as
+    "input_ids") of which both steps have digests."""
     theirs, ours = _collect_input_digests(expected), _collect_input_digests(found)
     return {k: mark == ours[k] for k, mark in theirs.items() if k in ours}
 
@@ -631,9 +633,13 @@ def _find_tied_value(name: str, values: Mapping[str, T], tied: Sequence[Sequence
 def pair_learning_rates(reference: Trace, got: Trace, a: Step, b: Step) -> list[tuple[str, float, float]]:
     """Pair the learning rates of a step by param group: [(label of the group for the report, expected, found)].
 
-    Groups are matched as `pair_param_groups` does. If they cannot be matched, one pair stands for all: an equal one if
-    both sides have the same set of rates, otherwise the largest rates, where NaN replaces the found one if these are
-    equal. `a` is the step of the reference, `b` that of `got`.
+    Groups are matched as `pair_param_groups` does. If they cannot be matched, one pair stands for all groups: if both
+    sides have the same set of rates, the smallest rate on both sides; otherwise the largest rate of each side, with NaN
+    as the found one if the largest rates are equal.
+
+    Args:
+        reference, got: the two traces.
+        a, b: the step of the reference, and that of `got`.
     """
     x, y = a.learning_rates or [], b.learning_rates or []
     if pairs := pair_param_groups(reference, got, len(x), len(y)):

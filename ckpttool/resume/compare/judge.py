@@ -91,7 +91,7 @@ class Judgement(NamedTuple):
 
     @property
     def failed(self) -> list[Check]:
-        """The checks that failed."""
+        """Return the checks that failed, in order."""
         return [c for c in self.checks if c.verdict == "fail"]
 
     @property
@@ -112,8 +112,9 @@ def judge_runs(traces: Mapping[str, Trace], recorded: Trace | None, profile: str
     """Judge the run "candidate" by the run "reference", or else by the recorded reference.
 
     Args:
-        traces: {"candidate": trace, ...}; "noise" is a second run of the reference, which measures the noise. If there
-            is a "repeat", they are those of a fresh job (fresh_checks.py).
+        traces: {label of a run: its trace}, with "candidate" and, where they were made, "reference" and "noise" (a
+            second run of the reference's job, or of the candidate's if the reference was recorded, which measures the
+            noise). With a "repeat", these are the runs of a fresh job (fresh_checks.py).
         recorded: the recorded reference; None if there is none.
         profile: a key of `bounds.PROFILES`.
 

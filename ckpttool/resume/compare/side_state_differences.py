@@ -96,6 +96,7 @@ class Marked(NamedTuple):
     digest: str
 
     def __str__(self) -> str:
+        """Return the kind and the shape, such as "float32 [3, 4]", for messages."""
         return f"{self.kind} {list(self.shape)}"
 
 
@@ -199,13 +200,14 @@ def compare_held_with_reference(reference: Trace, got: Trace) -> list[str]:
 
 
 def _strip_key_brackets(name: str) -> str:
-    """Return the name of a value of `Trace.held` as the files have it: without the brackets around keys that are not
-    text."""
+    """Convert the name of a value in `Trace.held` to the name that the checkpoint's files have for it: without the
+    brackets around keys that are not text."""
     return name.replace("[", "").replace("]", "")
 
 
 def _find_stored_value(trace: Trace, name: str) -> object:
-    """Return the plain value, or the mark as a list, that the files have under a name; None if they have none."""
+    """Return the value that a checkpoint's files have under a canonical name: plain data, or for a tensor, an array,
+    bytes or a long list its mark [dtype, shape, fingerprint]; None if the files have no such value."""
     mark = trace.others.get(name)
     return trace.values.get(name) if mark is None else list(mark)
 
@@ -221,7 +223,7 @@ def _are_equal_held_values(a: object, b: object) -> bool:
 
 
 def _as_marked(x: object) -> object:
-    """Return a value of `Trace.held` with its mark as a `Marked`, if it has one."""
+    """Convert a mark [dtype, shape, fingerprint] in `Trace.held` to a `Marked`; return any other value unchanged."""
     return Marked(x[0], tuple(x[1]), x[2]) if _is_mark(x) else x
 
 

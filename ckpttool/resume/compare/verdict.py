@@ -79,11 +79,13 @@ class Check:
 
     @classmethod
     def exact(cls, name: str, problems: Sequence[str], good: str, bad: str) -> Check:
-        """Make a check that fails if there is any problem.
+        """Make a check that passes if a list of problems is empty.
 
         Args:
-            problems: names, or names and what is wrong about them.
-            good, bad: the sentence if there is none, and the one that precedes the problems.
+            name: name of the check, such as "state.names".
+            problems: what is wrong: names, or texts that begin with the name and say what is wrong about it.
+            good: the text of the check if there is no problem.
+            bad: the beginning of the text otherwise; a colon and the first problems follow.
         """
         if not problems:
             return cls.of(name, True, good, 0, 0, "exact")
@@ -93,7 +95,12 @@ class Check:
 
     @classmethod
     def unknown(cls, name: str, why: str) -> Check:
-        """Make a check that could not be judged; `why` is its text."""
+        """Make a check whose verdict is "not comparable".
+
+        Args:
+            name: name of the check.
+            why: why it could not be judged, which becomes its text.
+        """
         return cls.of(name, "not comparable", why)
 
 
@@ -137,8 +144,8 @@ class Report:
 
     @property
     def word(self) -> str:
-        """ "pass", "fail", "does not fit", "gate failed", "not comparable", or "no reference" if only the checks
-        without one were run."""
+        """Return the verdict of the run: "pass", "fail", "does not fit", "gate failed", "not comparable", or "no
+        reference" if only the checks that need no reference were run."""
         if does_not_fit_job(self.reference, self.candidate):
             return "does not fit"
         if any(c.verdict == "fail" and c.stage != "gate" for c in self.checks):
@@ -155,12 +162,13 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0; 10 if continuity failed, or could not be judged despite a reference; 11 if a gate failed; 12 if the
-        checkpoint does not fit the job."""
+        """Return the exit code of the command: 10 if continuity failed, or could not be judged despite a reference; 11
+        if a gate failed; 12 if the checkpoint does not fit the job; otherwise 0."""
         return {"fail": 10, "not comparable": 10, "gate failed": 11, "does not fit": 12}.get(self.word, 0)
 
     def to_json(self) -> dict[str, object]:
-        """Plain data, as in --json and report.json; NaN and infinities are strings, as in a trace."""
+        """Return the report as plain data, as in --json and report.json; NaN and infinities are strings, as in a
+        trace."""
         data = {
             "ckpttool": SCHEMA,
             "verdict": self.word,

@@ -31,11 +31,12 @@ class Context:
     out: list[Cause] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        """Set `failed` to {name: check} of the checks that failed."""
         self.failed = {n: c for n, c in self.checks.items() if c.verdict == "fail"}
 
     @property
     def expected(self) -> Trace:
-        """The reference, for rules that are called only if there is one."""
+        """Return the reference; only for rules that are not called without one."""
         assert self.reference is not None
         return self.reference
 
@@ -44,7 +45,7 @@ class Context:
         return name in self.checks and self.checks[name].verdict == "pass"
 
     def failed_texts(self, *names: str) -> list[str]:
-        """Return "name: text" of those of these checks that failed, as evidence."""
+        """Return "name: text" for each check of these names that failed, to be used as evidence of a cause."""
         return [f"{n}: {self.failed[n].text}" for n in names if n in self.failed]
 
     def add(

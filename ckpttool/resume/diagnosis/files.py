@@ -61,6 +61,8 @@ class FaultyFiles:
     theirs: bool
 
     def __str__(self) -> str:
+        """Return the names of the files with their ranks, such as "rank0.pt (rank 0) and rank1.pt (rank 1) of the
+        reference"."""
         names = [
             name if (rank := _parse_rank_of_file(name)) is None else f"{name} (rank {rank})" for name in self.files
         ]

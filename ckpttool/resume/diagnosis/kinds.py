@@ -106,12 +106,24 @@ class CauseKind(Enum):
     UNKNOWN = "unknown", "No known fault looks like this; the failed checks are the evidence."
 
     def __init__(self, label: str, sentence: str, explains: tuple[Topic, ...] | None = ()) -> None:
+        """Keep the parts of a kind's value.
+
+        Args:
+            label: the name of the kind, such as "shape".
+            sentence: what the fault is.
+            explains: the topics that such a cause explains; None for those of the cause's tensors, weights or
+                optimizer.
+        """
         self.label, self.sentence, self.explains = label, sentence, explains
 
 
 def format_kind_name(kind: CauseKind | TensorKind, name: str = "") -> str:
-    """Return the name of a kind as in JSON, such as "option-lr"; `name` is the option or dtype it is about, "" for
-    none."""
+    """Return the name that a cause of some kind has in JSON, such as "option-lr".
+
+    Args:
+        kind: the kind of cause.
+        name: the option or the dtype that the cause is about; "" for none.
+    """
     return f"{kind.label}-{name}" if name else kind.label
 
 

@@ -52,16 +52,26 @@ def find_related_tensor(ckpt: Checkpoint, read: Read, name: str, found: TensorDi
 
 
 def _yield_other_moments(ckpt: Checkpoint, name: str) -> Iterator[tuple[str, str]]:
-    """Yield (name, text about its values) of the other slots of a slot's parameter: exp_avg may hold the values of
-    exp_avg_sq."""
+    """Yield (canonical name, text about its values) of the other slots that the same parameter has, whose values a slot
+    may hold by mistake: exp_avg those of exp_avg_sq.
+
+    Args:
+        ckpt: the reference.
+        name: canonical name of the slot.
+    """
     for other in ckpt.tensors:
         if other != name and parse_slot(other) != "weights" and parse_fqn(other) == parse_fqn(name):
             yield other, f"the values of {parse_slot(other)}"
 
 
 def _yield_side_values(ckpt: Checkpoint, name: str) -> Iterator[tuple[str, str]]:
-    """Yield (name, text about its values) of the tensors outside model and optimizer that belong to a weight, such as
-    an average."""
+    """Yield (canonical name, text about its values) of the tensors outside model and optimizer that belong to a weight,
+    such as its moving average.
+
+    Args:
+        ckpt: the reference.
+        name: canonical name of the weight.
+    """
     for other, at in yield_side_tensors(ckpt.tensors, parse_fqn(name)):
         yield other, f"the values that the reference has in {at}"
 
@@ -121,8 +131,13 @@ def _find_merged_lora(ckpt: Checkpoint, read: Read, name: str, found: TensorDiff
 
 
 def _yield_lora_factors(ckpt: Checkpoint, name: str) -> Iterator[tuple[tuple[str, str], str]]:
-    """Yield ((name of the factor applied first, name of the other), text of their product) of a weight's LoRA
-    adapters."""
+    """Yield ((canonical name of the factor applied first, canonical name of the other factor), text for their product,
+    such as "lora_b x lora_a") for each LoRA adapter of a weight.
+
+    Args:
+        ckpt: the reference.
+        name: canonical name of the weight.
+    """
     of = parse_fqn(name).removesuffix(".weight").removesuffix(".base_layer").removesuffix(".base") + "."
     for one in ckpt.tensors:
         if not one.startswith("model." + of):

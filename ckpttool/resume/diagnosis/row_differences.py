@@ -95,14 +95,13 @@ def _map_rows_to_steps(steps: Sequence[Step]) -> dict[str, list[int]]:
 
 
 def _find_sample_shift(batches: Sequence[tuple[Step, int]], others: Sequence[Step]) -> int | None:
-    """Find by how many samples batches are ahead of the other side's steps; None if not by the same number in all of
-    them.
+    """Find by how many samples one side's batches are ahead of the other side's steps.
 
-    None also if the rows of a batch are not those of one step or of two consecutive ones. Batches with rows that the
-    other side does not have are left out.
+    None if the shift is not the same in all batches, or if the rows of a batch are not those of one step or of two
+    consecutive ones. Batches with rows that the other side does not have are left out.
 
     Args:
-        batches: (step, the number of the step that it is compared with).
+        batches: [(step of the one side, number of the step that it is compared with)].
         others: the steps of the other side.
     """
     steps = _map_rows_to_steps(others)

@@ -83,13 +83,16 @@ def explain_faulty_files(context: Context, looked: Mapping[str, Inspected], wron
 def _find_source_files(
     context: Context, found: FaultyFiles, names: Sequence[str], seen: Mapping[str, TensorDiff]
 ) -> set[str | None]:
-    """Return the files from which tensors with copied rows have these rows; None in the set for rows in no file.
+    """Find the files from which copied rows were taken, for tensors in which some rows hold the values of other rows.
 
     Args:
         context: the comparison, with open checkpoints.
         found: the files that contain the copies.
-        names: canonical names of those tensors.
+        names: canonical names of the tensors with copied rows.
         seen: {canonical name: how the tensor differs}.
+
+    Returns:
+        Names of files in the checkpoint that `found` is of; None in the set stands for rows that no file contains.
     """
     assert context.opened is not None
     ckpt = context.opened[0 if found.theirs else 1].locate()
@@ -232,10 +235,15 @@ def _describe_kind(kind: TensorKind, text: str) -> str:
 
 
 def _describe_factors(context: Context, names: Sequence[str], seen: Mapping[str, TensorDiff]) -> str | None:
-    """Return a text about the factor of each slot (exp_avg, ...) and what leaves such factors; it closes a parenthesis
-    that the caller opens.
+    """Return a text about the factor by which the tensors of each slot (exp_avg, ...) are multiplied, and about the
+    fault that leaves such factors. The text ends a parenthesis that the caller has begun.
 
     None if one of the tensors is a weight or has no factor.
+
+    Args:
+        context: the comparison.
+        names: canonical names of the tensors.
+        seen: {canonical name: how the tensor differs}.
     """
     of = {n: float(seen[n].detail["factor"]) for n in names if "factor" in seen[n].detail}
     if len(of) < len(names) or any(parse_slot(n) == "weights" for n in names):

@@ -135,7 +135,11 @@ def _convert_to_universal(save: str, scratch: str | None) -> str | None:
 
 
 def _load_tensor(path: str) -> object:
-    """Return the tensor of a file of a universal save."""
+    """Return the tensor in a file of a universal DeepSpeed save, on the CPU.
+
+    Args:
+        path: full path of the file.
+    """
     import torch
 
     found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -143,7 +147,13 @@ def _load_tensor(path: str) -> object:
 
 
 def _fill_slot(live: object, stored: Any) -> object:
-    """Return a slot of an optimizer with what was stored: a tensor that is filled in place, or a number."""
+    """Return what an optimizer gets as one of its slots: the live tensor, filled in place with the stored one, or a
+    number if the job has no tensor there.
+
+    Args:
+        live: the job's tensor or number in that slot.
+        stored: the stored tensor.
+    """
     if not hasattr(live, "element_size"):
         return stored.item()
     fill_tensor(live, stored)

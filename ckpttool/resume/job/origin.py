@@ -68,6 +68,7 @@ class _Target:
     """The state dicts of a job, by the names that torch gives them, and where a checkpoint has them."""
 
     def __init__(self, job: Job) -> None:
+        """Collect the state dicts and the names of a job; nothing is loaded."""
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         self.job = job
@@ -79,9 +80,14 @@ class _Target:
         self.scheduler = [k for k, x in state.items() if isinstance(k, str) and x not in ({}, [], ())]
 
     def names_of_model(self, known: Collection[str], prefix: str = "") -> list[str] | None:
-        """List the FQNs of the model for which prefix + FQN is in `known`.
+        """List the FQNs of the model's state dict for which prefix + FQN is in `known`.
 
-        None if there are none, or if a tensor has no such FQN, not even a tied one.
+        None if there are none, or if the model has a tensor whose FQNs (several for a tied parameter) are all missing
+        there.
+
+        Args:
+            known: names in a checkpoint.
+            prefix: what these names have before the FQN, such as "model.".
         """
         found = [n for n in self.model if prefix + n in known]
         held = set(found)
@@ -89,11 +95,21 @@ class _Target:
         return None if not found or any(held.isdisjoint(self.aliases.get(n, ())) for n in lacks) else found
 
     def spoil_model(self, names: Collection[str]) -> None:
-        """Overwrite tensors of the model, so that a reader that leaves one out is noticed."""
+        """Overwrite tensors of the model with a number that no training gives them, so that later comparisons show
+        which of them a reader has left out.
+
+        Args:
+            names: FQNs in the model's state dict; entries that are no tensors stay.
+        """
         overwrite_tensors(self.model[n] for n in names if hasattr(self.model[n], "element_size"))
 
     def set_optimizer(self, state: dict[str, Any], options: Any) -> None:
-        """Let torch put a state dict by FQN into the optimizers; `options` are StateDictOptions."""
+        """Let torch load a state dict into the optimizers.
+
+        Args:
+            state: the state dict, by FQN.
+            options: torch's StateDictOptions.
+        """
         from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
         set_optimizer_state_dict(self.job.model, self.optimizers, state, options=options)
@@ -161,8 +177,8 @@ def _add_readers(
 
 @contextmanager
 def _weights_only() -> Iterator[None]:
-    """While the block runs, make every torch.load refuse anything but plain data, also the calls that torch itself
-    makes."""
+    """While the block runs, make every torch.load, also within torch itself, load with weights_only=True, which refuses
+    a pickle with anything but tensors and plain data."""
     before = os.environ.get(_FORCE)
     os.environ[_FORCE] = "1"
     try:
@@ -362,8 +378,12 @@ def _with_text_keys(x: object) -> Any:
 
 
 def _restore_keys(x: object, live: object) -> Any:
-    """Return a tree that `_with_text_numbers` made, with the keys and mapping types of `live`, the tree that it was
-    made from."""
+    """Return a tree that `_with_text_keys` made, with the original keys and mapping types again.
+
+    Args:
+        x: the tree with text keys, into which values may have been loaded.
+        live: the tree that `_with_text_keys` converted; it is not changed.
+    """
     if isinstance(x, dict) and isinstance(live, Mapping):
         own = {str(k): k for k in live}
         found = {own.get(k, k): _restore_keys(y, live.get(own.get(k, k))) for k, y in x.items()}

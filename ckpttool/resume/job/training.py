@@ -42,8 +42,13 @@ class OptimizerStepError(Exception):
 
 
 def _stack_rows(rows: batches.Rows, first: int, last: int, device: torch.device) -> dict[str, Tensor]:
-    """Stack the samples first..last - 1 into a batch {name: tensor (samples, ...)} on a device. `rows` gives the sample
-    of an index."""
+    """Stack consecutive samples of the data into a batch {key, such as "input_ids": tensor of shape (samples, ...)}.
+
+    Args:
+        rows: returns the sample of an index, {key: row}.
+        first, last: index of the first sample, and of the one after the last.
+        device: where the tensors go.
+    """
     import torch
 
     samples = [rows(i) for i in range(first, last)]

@@ -176,9 +176,11 @@ def _add_to_sys_path(folder: str) -> None:
 def call_build(
     settings: RunSettings, mesh: object
 ) -> tuple[Any, object, object, object, Callable[..., object] | None, Callable[[str, int], object] | None]:
-    """Import and call the user's function.
+    """Import the user's file or module, and call the function that builds the job.
 
-    `mesh` is the DeviceMesh that is passed if the function has a parameter of that name.
+    Args:
+        settings: of the run; `settings.job` is the value of --job, such as "module.py:build".
+        mesh: the DeviceMesh of the job, passed if the function has a parameter of that name.
 
     Returns:
         (model, optimizer, scheduler, data, loss, save), with None for what the function does not return. A returned

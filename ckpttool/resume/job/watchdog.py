@@ -93,7 +93,11 @@ def beat_from_json(text: str) -> Beat:
 
 
 def choose_beat_period(timeout: float) -> float:
-    """Return the seconds between two beats, for a given timeout in seconds."""
+    """Return how many seconds lie between two beats of a rank: a tenth of the timeout, at most 5.
+
+    Args:
+        timeout: seconds that a rank may make no progress.
+    """
     return min(5.0, timeout / 10)
 
 
@@ -104,6 +108,7 @@ class _Here:
     """Where this rank is."""
 
     def __init__(self) -> None:
+        """Begin before the first stage, without a file to write stages to."""
         self.position, self.moves, self.what, self.computes = 0, 0, Beat.what, False
         self.file: int | None = None
         self.wake = threading.Event()

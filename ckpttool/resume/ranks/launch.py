@@ -149,6 +149,11 @@ class _Ranks:
     """The processes of a launch. `statuses` are those of the ranks that have ended by themselves."""
 
     def __init__(self, folder: str) -> None:
+        """Begin without processes.
+
+        Args:
+            folder: the folder of the launch, which has runs.json and where ranks write their files.
+        """
         self.folder = folder
         self.children: dict[int, subprocess.Popen[bytes]] = {}
         self.statuses: dict[int, int] = {}
@@ -207,10 +212,13 @@ def _read_exit_status(pid: int) -> int | None:
 
 
 def forward_status_lines(folder: str, seen: int, status: Status) -> int:
-    """Call `status` with each new line that rank 0 wrote to the file "events" of `folder`, and return the next byte
-    offset.
+    """Call `status` with each complete new line in the file "events", to which rank 0 writes; return the byte offset in
+    that file from which the next call reads on.
 
-    `seen` is the offset that the last call returned, 0 at first.
+    Args:
+        folder: the folder of the launch.
+        seen: the offset that the last call returned; 0 at first.
+        status: called with each line.
     """
     try:
         with open(os.path.join(folder, "events"), encoding="utf-8") as f:

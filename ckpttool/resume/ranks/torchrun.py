@@ -165,8 +165,10 @@ def joined_job(device: str, deterministic: bool, timeout: float, meeting: str | 
 
 
 def _choose_gpu(count: int) -> int:
-    """Return the number of this rank's GPU among the `count` that it sees: LOCAL_RANK, srun's SLURM_LOCALID, or, where
-    neither is set, RANK by turns.
+    """Choose the GPU of this rank: the number in LOCAL_RANK, else in srun's SLURM_LOCALID, else RANK modulo `count`.
+
+    Args:
+        count: number of GPUs that this rank can use.
 
     Raises:
         UsageError: there is no such GPU.

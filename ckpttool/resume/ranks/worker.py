@@ -87,12 +87,15 @@ _IN_JOB = ("model", "optim")
 
 
 def run_job(settings: RunSettings, probe_file: str, status: Status) -> Trace | None:
-    """Make a run: load a checkpoint into a job, or train the job from its start, then train some steps, and return the
-    trace on rank 0; None on others. A collective.
+    """Make one run on this rank, and return its trace on rank 0; None on other ranks. A collective.
+
+    The run loads a checkpoint into the job, or trains the job from its start if `settings.fresh_steps` is not 0. Then
+    it trains `settings.steps` steps.
 
     Args:
-        probe_file: .npy that the logits of the probe are written to.
-        status: called with what is being done.
+        settings: of the run, the same on every rank.
+        probe_file: path of the .npy file to which the logits of the probe are written.
+        status: called with a line of text about what is being done.
 
     Raises:
         CkpttoolError: the job cannot be built, or a rank cannot read its part. That the checkpoint does not fit the
@@ -116,13 +119,15 @@ def run_job(settings: RunSettings, probe_file: str, status: Status) -> Trace | N
 
 
 def _train_fresh_job(settings: RunSettings, probe_file: str, status: Status, begin: Status) -> Trace:
-    """Train a job from its start, save it, and train on; return the trace, whose state is that at the save. A
+    """Train a job from its start, save it, and train on; return the trace, whose `state` is that at the save. A
     collective.
 
     Args:
-        settings: of the run.
-        probe_file, status: as for `run_job`.
-        begin: called with each stage.
+        settings: of the run: `fresh_steps` steps come before the save, and `steps` steps after it; if `source` is "",
+            nothing is saved.
+        probe_file: path of the .npy file to which the logits of the probe are written.
+        status: called with a line of text about each step.
+        begin: called with the name of each stage that begins, such as "saving the job".
     """
     import torch
 
@@ -160,12 +165,15 @@ def _train_fresh_job(settings: RunSettings, probe_file: str, status: Status, beg
 
 
 def _resume_from_checkpoint(settings: RunSettings, probe_file: str, status: Status, begin: Status) -> Trace:
-    """Load a checkpoint into a job, and train some steps; return the trace. A collective.
+    """Load the checkpoint `settings.source` into a job, and train some steps; return the trace. A collective.
+
+    If the checkpoint cannot be loaded, nothing is trained, and `Trace.failed` says why.
 
     Args:
         settings: of the run.
-        probe_file, status: as for `run_job`.
-        begin: called with each stage.
+        probe_file: path of the .npy file to which the logits of the probe are written.
+        status: called with a line of text about the progress of the load, and about each step.
+        begin: called with the name of each stage that begins, such as "building the model".
     """
     enter_stage(f"reading the index of {settings.source}")
     opened, problem = open_index_together(settings.source, settings.reading)
@@ -194,7 +202,17 @@ def _resume_from_checkpoint(settings: RunSettings, probe_file: str, status: Stat
 def _probe_and_train(
     job: Job, rows: batches.Rows, settings: RunSettings, probe_file: str, out: Trace, status: Status, begin: Status
 ) -> Trace:
-    """Probe a job, train the steps after `settings.start`, add both to the trace `out`, and return it. A collective."""
+    """Compute a job's logits on the probe, train the steps after `settings.start`, and return the trace. A collective.
+
+    Args:
+        job: the job, with the state that it starts from.
+        rows: function from sample index to row.
+        settings: of the run.
+        probe_file: path of the .npy file to which the logits of the probe are written.
+        out: the trace so far, which gets the results and is returned.
+        status: called with a line of text about each step.
+        begin: called with the name of the stage that begins.
+    """
     begin("probing")
     with name_missing_kernel():
         measure_probe(job, rows, settings, probe_file, out)
@@ -222,7 +240,8 @@ def _probe_and_train(
 
 
 def _make_trace(settings: RunSettings, job: Job) -> Trace:
-    """Return the trace of a run with what is known before loading: settings, environment and facts about the model."""
+    """Return a new trace with what a run knows before it loads a checkpoint: its settings, its environment, and facts
+    about the model."""
     import torch.distributed as dist
 
     environment = describe_environment(settings.device)
@@ -256,7 +275,8 @@ def _make_trace(settings: RunSettings, job: Job) -> Trace:
 
 
 def _add_checkpoint_facts(opened: OpenCheckpoint, out: Trace) -> None:
-    """Add layout, notes, unread files, side state and param groups of the checkpoint's files to the trace `out`."""
+    """Add facts about a checkpoint's files to the trace `out`: their layout, notes, side state and param groups, and
+    the files that the layout does not read."""
     ckpt = opened.checkpoint
     out.layout = opened.layout.name
     out.notes = [*ckpt.notes, *out.notes]
@@ -293,7 +313,9 @@ def _has_optimizer_state(job: Job, opened: OpenCheckpoint, out: Trace) -> bool:
 
 
 def _open_rows(settings: RunSettings, job: Job) -> tuple[batches.Rows, int | None]:
-    """Open the data of the job: (function from sample index to row, tokens of a row; None if that is not known).
+    """Open the data of the job, and return (function from sample index to row, number of tokens in a row).
+
+    A row is {"input_ids": numpy array, ...}. The number of tokens is None if rows have no "input_ids".
 
     Raises:
         UsageError: the data cannot be read, or is not what the model takes.
@@ -322,6 +344,7 @@ class _RateReporter:
     """Tells, now and then, how much of this rank's part is read."""
 
     def __init__(self, status: Status) -> None:
+        """Begin to measure the time; `status` will be called with lines of text about the progress."""
         self.status, self.began, self.said = status, time.monotonic(), time.monotonic()
 
     def __call__(self, what: str, done: int, total: int) -> None:
@@ -329,7 +352,8 @@ class _RateReporter:
 
         Args:
             what: the work that is being done, such as "load".
-            done, total: bytes of this rank.
+            done: bytes that this rank has read so far.
+            total: bytes that this rank reads in all.
         """
         report_progress()
         now = time.monotonic()
@@ -360,7 +384,12 @@ class _LoadCost:
             torch.cuda.reset_peak_memory_stats()
 
     def measure(self) -> LoadCostRecord:
-        """Return the costs since this object was made."""
+        """Return what the load has cost this rank since this object was made.
+
+        Returns:
+            {"seconds": time, "bytes": as the caller set them in `self.bytes`, "host_bytes": peak of host memory,
+            "device_bytes": peak of GPU memory, None on the CPU}.
+        """
         device = None
         if self._on_gpu:
             import torch
@@ -449,7 +478,11 @@ def _load_checkpoint(
 
 
 def _try_origin_readers(origin: OriginLoad) -> str | None:
-    """Load with the readers of a checkpoint's origin; return why one failed on a rank, or None. A collective."""
+    """Load a checkpoint with the readers of the program that wrote it (`origin`). A collective.
+
+    Returns:
+        Why a reader failed, on the lowest rank where one did; None if none failed on any rank.
+    """
     from torch.distributed.checkpoint.api import CheckpointException
 
     why = None
@@ -465,7 +498,10 @@ def _try_origin_readers(origin: OriginLoad) -> str | None:
 def _fingerprint_job(job: Job, trained: bool, out: Trace) -> dict[str, Any]:
     """Put the fingerprints of the job's state into the trace `out`. A collective.
 
-    `trained` includes the optimizer's state.
+    Args:
+        job: the live job.
+        trained: whether the state of optimizer and scheduler is included.
+        out: the trace.
 
     Returns:
         {canonical name: tensor} of the tensors whose copies differ between ranks.
@@ -542,7 +578,8 @@ def _fingerprint_job_and_files(
 
 
 def _record_final_state(job: Job, settings: RunSettings, out: Trace) -> None:
-    """Put memory, the state after the last step, and the rates of later steps into the trace `out`. A collective.
+    """Put the memory of each rank, the state after the last step, and the learning rates that the scheduler gives from
+    then on into the trace `out`. A collective.
 
     The job cannot be used afterwards, since its scheduler is stepped ahead.
     """
@@ -593,7 +630,12 @@ def _restore_random_states(settings: RunSettings, opened: OpenCheckpoint, out: T
 
 
 def main(folder: str) -> None:
-    """Run one rank of a launch, whose files are in `folder`, and end the process: with 0, or with 1 after an error."""
+    """Make the runs of a launch as one of its ranks, and end the process: with status 0, or with 1 after an error.
+
+    Args:
+        folder: path of the launch's folder, which all ranks share: the settings of the runs are read from its
+            runs.json, and traces, errors and signs of life are written into it.
+    """
     faulthandler.enable()
     rank = int(os.environ["RANK"])
     runs = read_settings(os.path.join(folder, "runs.json"))

@@ -138,7 +138,13 @@ def _make_cross_mark(x: float, y: float) -> Shape:
 
 
 def _draw_grid(axis: _Axis, top: float, bottom: float) -> Iterator[Shape]:
-    """Draw the frame of a panel between two y coordinates, with grid lines and their numbers."""
+    """Draw the frame of a panel, with grid lines and their numbers.
+
+    Args:
+        axis: maps a number to its y coordinate; its `ticks` are the grid lines.
+        top: y coordinate of the panel's upper edge.
+        bottom: y coordinate of the panel's lower edge.
+    """
     yield _make_path("frame", f"M{_LEFT} {top}V{bottom}H{_RIGHT}")
     for value, text in axis.ticks:
         y = axis.place(value)

@@ -84,7 +84,8 @@ def _describe_verdict_alone(report: Report) -> str:
 
 
 def _describe_training(report: Report) -> str:
-    """Return a clause that says, for a report that passed, what the training continues like."""
+    """Return a clause without a full stop, for a report that passed: "Training goes on as the reference does", or of a
+    fresh job "Training resumed at 4 ranks goes on as without a pause"."""
     if report.reference is None or report.reference.layout != LIVE:
         return "Training goes on as the reference does"
     ranks = [t.world_size for t in (report.candidate, report.second) if t is not None]
@@ -209,7 +210,8 @@ def describe_device(trace: Trace) -> str:
 
 
 def compute_relative_difference(got: float | None, expected: float | None) -> float | None:
-    """Return what `compute_relative_deviation` returns for two numbers; None if one of them is not known."""
+    """Return |got - expected| / |expected|, with the special cases of `compute_relative_deviation`; None if one of the
+    numbers is None."""
     return None if got is None or expected is None else compute_relative_deviation(got, expected)
 
 
@@ -224,14 +226,15 @@ class ComparedStep:
 
     @property
     def batch(self) -> bool | None:
-        """Whether both sides used the same batch; None if not known."""
+        """Return whether run and reference used the same batch in this step; None if the reference lacks the step, or
+        one of them did not record its batch."""
         if self.expected is None or self.got.batch is None or self.expected.batch is None:
             return None
         return self.got.batch == self.expected.batch
 
     @property
     def outside(self) -> bool:
-        """Whether the batch differs, or a value by more than its bound."""
+        """Return whether the batches of run and reference differ, or a quantity by more than its bound."""
         return self.batch is False or any(not d <= self.bounds.get(q, math.inf) for q, d in self.differences.items())
 
 
@@ -275,10 +278,13 @@ def list_speed(report: Report) -> list[tuple[str, str]]:
 
 
 def describe_load_costs(loads: Sequence[LoadCostRecord]) -> list[tuple[str, str]]:
-    """Describe time, bytes and memory of a load over the ranks: [(what, "least, median, most" with units, and which
-    rank has most)].
+    """Describe what a load cost the ranks: [(what, text)] for time, bytes and peaks of memory.
 
-    `loads` has the costs of each rank.
+    A text is the least, the median and the most of all ranks, each with its unit, and the rank with the most; only the
+    number if the cost of one rank alone is known.
+
+    Args:
+        loads: the costs of each rank.
     """
     out: list[tuple[str, str]] = []
     read = max((m["bytes"] for m in loads), default=0)
@@ -302,9 +308,11 @@ def describe_load_costs(loads: Sequence[LoadCostRecord]) -> list[tuple[str, str]
 
 
 def find_metric(report: Report, key: str) -> float | None:
-    """Return a metric of a report, or else one computed from its trace; None if it is not known.
+    """Return a metric of a report, or else the same computed from the run's trace; None if it is not known.
 
-    `key` is that of `compute_metrics`, such as "step_seconds"; its end is the unit.
+    Args:
+        report: the report.
+        key: name of the metric as in `compute_metrics`; it ends with the unit, such as "step_seconds".
     """
     trace = report.candidate
     numbers = compute_metrics(trace) | report.metrics

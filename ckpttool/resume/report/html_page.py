@@ -125,7 +125,7 @@ def _as_text(x: object) -> str:
 
 
 def _list_tiles(report: Report, every: Sequence[ComparedStep]) -> list[tuple[str, str]]:
-    """List the large numbers at the top of the page: [(name, value)]. `every` has all steps."""
+    """List the large numbers at the top of the page: [(name, value as text)]; `every` has all steps of the run."""
     trace, reference = report.candidate, report.reference
     ranks = "" if trace.world_size is None else str(trace.world_size)
     if ranks and reference is not None and reference.world_size is not None:
@@ -143,7 +143,12 @@ def _list_tiles(report: Report, every: Sequence[ComparedStep]) -> list[tuple[str
 
 
 def _make_curves_context(report: Report, every: Sequence[ComparedStep]) -> dict[str, object]:
-    """Return the template's variables for the charts: {"figures", "curves_note", "outside"}. `every` has all steps."""
+    """Return the template's variables for the charts; `every` has all steps of the run.
+
+    Returns:
+        {"figures": the charts, "curves_note": a text about bounds and steps that are not drawn, "outside": whether any
+        drawn step is outside of its bounds}.
+    """
     drawn = _thin_out_steps(every, _STEPS)
     figures: list[Figure] = []
     for quantity, name in QUANTITIES.items():
@@ -157,7 +162,8 @@ def _make_curves_context(report: Report, every: Sequence[ComparedStep]) -> dict[
 
 
 def _thin_out_steps(every: Sequence[ComparedStep], most: int) -> list[ComparedStep]:
-    """Return at most `most` steps: of each of as many equal ranges the step that differs most from the reference."""
+    """Return at most `most` of the steps `every`: all of them if they are so few, otherwise of each of `most`
+    consecutive ranges the step that differs most from the reference."""
     if len(every) <= most:
         return list(every)
     cuts = [len(every) * i // most for i in range(most + 1)]
@@ -172,7 +178,12 @@ def _find_largest_difference(row: ComparedStep) -> float:
 
 
 def _make_checks_context(report: Report) -> dict[str, object]:
-    """Return the template's variables for the table of checks: {"checks", "checks_left", "counted", "buttons"}."""
+    """Return the template's variables for the table of checks.
+
+    Returns:
+        {"checks": those that are listed, "checks_left": number of the others, "counted": a text with the number of
+        checks of each verdict, "buttons": [(key, label, number of checks)]}.
+    """
     shown = report.checks
     if len(shown) > _CHECKS:
         shown = [c for c in shown if c.verdict != "pass"][:_CHECKS]
@@ -191,9 +202,14 @@ def _make_checks_context(report: Report) -> dict[str, object]:
 
 
 def _make_worst_context(every: Sequence[ComparedStep]) -> dict[str, object]:
-    """Return the template's variables for the tensors whose gradient and update differ most: {"worst", "worst_step"}.
+    """Return the template's variables for the tensors whose gradient and update differ most from the reference.
 
-    They are those of the first step that the reference has, too; `worst_step` is None if there is none.
+    Args:
+        every: all steps of the run; the first one that the reference has, too, is taken.
+
+    Returns:
+        {"worst": a table for gradients and one for updates, as far as known, "worst_step": number of the step, or
+        None if the reference has no step of the run}.
     """
     first = next((r for r in every if r.expected is not None), None)
     tables: list[dict[str, object]] = []
@@ -264,9 +280,11 @@ def _make_memory_context(report: Report) -> dict[str, object] | None:
 
 
 def _make_steps_context(every: Sequence[ComparedStep]) -> dict[str, object]:
-    """Return the template's variables for the table of all steps: {"steps", "all_steps", "step_columns"}.
+    """Return the template's variables for the table of steps; `every` has all steps of the run.
 
-    A cell is (text, whether it is outside of its bound).
+    Returns:
+        {"steps": [{"step": number, "outside": whether it is outside of its bounds, "cells": [(text, whether this cell
+        is outside)]}], "all_steps": number of all steps, "step_columns": titles}.
     """
     compared = any(r.expected is not None for r in every)
     columns = ["step"]

@@ -145,7 +145,7 @@ def digest_batch(batch: Mapping[str, object]) -> BatchDigest:
 def add_digests(parts: Sequence[BatchDigest]) -> BatchDigest:
     """Add the digests of parts of a batch, such as micro-batches.
 
-    A key that some part with samples lacks is left out, and then so is the digest of complete samples.
+    A key that is not in every part with samples is left out of the sum; the digest of complete samples is then None.
     """
     full = [p for p in parts if p.keys]
     common = [k for k in full[0].keys if all(k in p.keys for p in full)] if full else []
@@ -169,7 +169,15 @@ def make_batch_fields(ranks: Sequence[BatchDigest]) -> dict[str, Any]:
 
 
 def _list_arrays(batch: Mapping[str, object], at: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (key, tensor, array or list of such for each sample) of a batch; `at` is put before every key."""
+    """Yield (key, values) for each entry of a batch that has arrays; others are left out.
+
+    The values are a tensor or an array, or a list with one for each sample. Nested dicts are flattened, with dots in
+    the keys.
+
+    Args:
+        batch: {key: values, or a nested dict}.
+        at: put before every key.
+    """
     import numpy as np
 
     for key, x in batch.items():
@@ -184,8 +192,16 @@ def _list_arrays(batch: Mapping[str, object], at: str = "") -> Iterator[tuple[st
 
 
 def _hash_sample(x: Any, ids: bool) -> bytes:
-    """Hash one sample's tensor into 16 bytes: its dtype, shape and elements; of token ids (`ids`) the elements alone,
-    as int64."""
+    """Hash one sample's tensor into 16 bytes.
+
+    Args:
+        x: the tensor, array or number of one sample.
+        ids: whether these are token ids, of which only the elements are hashed, as int64; otherwise dtype and shape are
+            hashed, too.
+
+    Raises:
+        TypeError: token ids are no integers.
+    """
     import numpy as np
     from blake3 import blake3
 
@@ -213,7 +229,11 @@ def _make_mark(whole: bytes) -> str:
 
 
 def split_marks(ranks: Sequence[str]) -> list[list[str]]:
-    """Split the marks of each rank, one text of 8 characters a row, into a list of marks of its rows."""
+    """Split the joined marks of each rank's rows: [[mark of each row] for each rank].
+
+    Args:
+        ranks: a text for each rank, with 8 characters for each of its rows.
+    """
     return [[marks[i : i + _MARK] for i in range(0, len(marks), _MARK)] for marks in ranks]
 
 

@@ -149,7 +149,8 @@ def _fingerprint_scattered_shard(tensor: Tensor, offset: Sequence[int], steps: S
 
 
 def get_local_shard(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor, detached: the local shard of a DTensor, otherwise the tensor itself."""
+    """Return this rank's part of a tensor, detached from autograd: the local shard of a DTensor, otherwise the tensor
+    itself."""
     return getattr(tensor, "_local_tensor", tensor).detach()
 
 
@@ -251,8 +252,14 @@ def fingerprint_tensors(
 
 
 def fingerprint_each_rank(tensors: Mapping[str, Tensor]) -> dict[str, list[tuple[str, tuple[int, ...], str]]]:
-    """Return {name: [(dtype, shape, fingerprint) of the copy that each rank holds]} of plain tensors; DTensors are left
-    out. A collective."""
+    """Take the fingerprints of every rank's copies of plain tensors; DTensors are left out. A collective.
+
+    Args:
+        tensors: {name: tensor}, the same names in the same order on every rank.
+
+    Returns:
+        {name: [(dtype, shape, fingerprint in hex) for each rank]}.
+    """
     whole = {n: t for n, t in tensors.items() if not hasattr(t, "_local_tensor")}
     every = gather_objects(
         [f"{_fingerprint_shard(t.detach(), (0,) * t.dim(), tuple(t.shape)):016x}" for t in whole.values()]

@@ -61,7 +61,12 @@ class StepNorms:
     """
 
     def __init__(self, model: torch.nn.Module, forgiving: bool = False) -> None:
-        """Keep the model. `forgiving` keeps errors as `trouble` instead of raising them."""
+        """Prepare to measure a model.
+
+        Args:
+            model: the model, whose trained parameters are measured.
+            forgiving: keep the text of an error as `trouble` instead of raising the error.
+        """
         self.model, self.forgiving = model, forgiving
         self.grads: dict[str, float] = {}
         self.updates: dict[str, float] = {}
@@ -76,8 +81,8 @@ class StepNorms:
         return {n: p for n, p in named_parameters(self.model).items() if p.requires_grad}
 
     def copy_parameters(self) -> None:
-        """Copy this rank's shards of the parameters, before the optimizer's step. A collective, the first time, if
-        forgiving."""
+        """Copy this rank's shards of the parameters, before the optimizer's step. If this object is forgiving, the
+        first call is a collective."""
         if self._is_comparable():
             with self._keep_trouble():
                 self._old = {n: get_local_shard(p).clone() for n, p in self.parameters().items()}
@@ -91,7 +96,8 @@ class StepNorms:
         )
 
     def measure_updates(self) -> None:
-        """Measure how far the parameters are from their copy, into `updates` and `update_sketches`. A collective."""
+        """Measure how far the parameters have moved since `copy_parameters`, into `updates` and `update_sketches`. A
+        collective."""
 
         def moved(n: str, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             new, old = get_local_shard(p), self._old.pop(n)
@@ -266,10 +272,15 @@ def read_optimizer_numbers(
 
 
 def read_held_values(model: torch.nn.Module, scheduler: Any) -> dict[str, object]:
-    """Return {name: plain value, or mark of an array} of the state of a scheduler and of the modules' extra states.
+    """Return the state of a scheduler, and the extra states of a model's modules, as flat plain data.
 
-    Names are such as "scheduler.milestones.[3]", with brackets around a key that is not text. `scheduler` is None if
-    there is none. Extra states are what get_extra_state() of modules returns.
+    Args:
+        model: its extra states are what get_extra_state() of its modules returns.
+        scheduler: an object with `state_dict()`; None if there is none.
+
+    Returns:
+        {name: plain value, or [dtype, shape, fingerprint] of what is no plain value}. Names are such as
+        "scheduler.milestones.[3]", with brackets around a key that is not text.
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
@@ -282,7 +293,8 @@ def read_held_values(model: torch.nn.Module, scheduler: Any) -> dict[str, object
 
 
 def _with_bracketed_keys(x: Any) -> object:
-    """Return a tree in which keys that are not text are converted to text in brackets."""
+    """Return a copy of nested dicts, lists and tuples in which keys that are not text become text in brackets: 3
+    becomes "[3]"."""
     if isinstance(x, Mapping):
         return {k if isinstance(k, str) else f"[{k!r}]": _with_bracketed_keys(y) for k, y in x.items()}
     return type(x)(map(_with_bracketed_keys, x)) if type(x) in (list, tuple) else x
@@ -294,8 +306,10 @@ def has_dropout(model: torch.nn.Module) -> bool:
 
 
 def list_dropouts(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, float]]:
-    """List (module, attribute, probability) of every dropout: of torch's modules, and of attributes named "drop" of
-    others."""
+    """List every dropout of a model: [(module, name of the module's attribute with the probability, probability)].
+
+    These are torch's dropout modules, and attributes of other modules that are named "drop".
+    """
     from torch.nn.modules.dropout import _DropoutNd
 
     out: list[tuple[torch.nn.Module, str, float]] = []

@@ -31,10 +31,16 @@ _MODEL_KEYS = frozenset(("model", "optim", "optimizer", "state_dict"))
 
 
 def check_recorder_sources(*, scheduler: object, scaler: object, dataloader: object, extra: object) -> dict[str, Any]:
-    """Check the arguments of a `Recorder` for side state, and return those that are not None by their checkpoint key.
+    """Check the arguments of a `Recorder` for side state, and return them as a dict by their names.
 
-    Each is an object with `state_dict()`, a function without arguments that returns the state, or the state itself.
-    `extra` is a dict of such by key, or a function that returns one; it is kept as it is under "extra".
+    Args:
+        scheduler, scaler, dataloader: an object with `state_dict()`, a function without arguments that returns the
+            state, the state itself as a dict, or a list of such; None for none.
+        extra: {key at the root of the checkpoint: object with `state_dict()`, function or data}, or a function that
+            returns such a dict; None for none.
+
+    Returns:
+        {"scheduler", "scaler", "dataloader", "extra": the argument as it was given}, without those that are None.
 
     Raises:
         UsageError: an argument is something else, or `extra` has a key of the model, the optimizer or another argument.
@@ -100,12 +106,13 @@ def gather_side_state(
 
     Args:
         given: what `check_recorder_sources` returned.
-        device: for collectives.
+        device: of the tensors that collectives send.
         model: the extra states of its modules are gathered, too; None for none.
 
     Returns:
-        {"values": plain values, "others": marks, "variants": {name: differing values}, "generators": marks of each
-        rank's random states, "unrecorded": {what could not be read: why}}.
+        {"values": {name: plain value}, "others": {name: mark (dtype, shape, fingerprint)}, "variants": {name: differing
+        values or marks}, "generators": marks of random states, a dict for each rank, "unrecorded": {what could not be
+        read: why}}.
     """
     wrong: dict[str, str] = {}
     tree: dict[str, Any] = {}

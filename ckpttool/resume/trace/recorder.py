@@ -115,6 +115,7 @@ class Recorder:
         group: torch.distributed.ProcessGroup | None = None,
         **about: Any,
     ) -> None:
+        """Hook into the steps of the optimizers, and write the first record; the class describes the arguments."""
         several = isinstance(optimizer, (list, tuple))
         given = optimizer if several else [] if optimizer is None else [optimizer]
         optimizers = list(map(_unwrap_optimizer, given))
@@ -224,10 +225,13 @@ class Recorder:
             return {}, f"a copy of the scheduler could not be stepped ahead ({type(e).__name__}: {e})"
 
     def _read_tensors(self, lacks: dict[str, str]) -> tuple[dict[str, torch.Tensor], str | None]:
-        """Read the tensors of model and optimizer: ({canonical name: tensor}, None), or ({}, why they cannot be
-        recorded). A collective.
+        """Read the tensors of model and optimizer. A collective.
 
-        `lacks` {what: why} gets an entry about tensors that have no fingerprint.
+        Args:
+            lacks: {what is not recorded: why}; gets an entry about tensors that have no fingerprint.
+
+        Returns:
+            ({canonical name: tensor}, None); ({}, why) if they cannot be recorded.
         """
         tensors: dict[str, torch.Tensor] = {}
         failed: str | None = None
@@ -357,9 +361,11 @@ class Recorder:
         self._hooks = []
 
     def __enter__(self) -> Recorder:
+        """Return this recorder."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Remove the hooks from the optimizer, as `close` does; an error in the block is raised on."""
         self.close()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], how: dict[str, Any]) -> Any:
@@ -414,6 +420,11 @@ class Recorder:
         self, loss: object, tokens: int | None, batch: object
     ) -> tuple[float, int | None, dict[str, Any]] | None:
         """Gather loss, tokens and batch of a step from all ranks. A collective.
+
+        Args:
+            loss: this rank's loss, a number or a tensor of one element.
+            tokens: tokens of this rank that count in the loss; None if the caller did not tell.
+            batch: this rank's rows, as for the public method `step`; None if the caller gave none.
 
         Returns:
             (loss, tokens, fields of a `Step` about the batch); None if a rank has no loss. The tokens are None if a

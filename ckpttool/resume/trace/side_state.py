@@ -51,9 +51,11 @@ class SideState(NamedTuple):
 
 
 def collect_side_state(leaves: Mapping[Path, object]) -> SideState:
-    """Sort the leaves of a tree into plain values, marks (dtype, shape, fingerprint) and live DTensors.
+    """Sort the leaves of a tree into plain values, marks (dtype, shape, fingerprint) and live DTensors, by their names.
 
-    `leaves` is {path: object}, with objects of a job, or what a checkpoint holds. Containers are flattened.
+    Args:
+        leaves: {path: object}, where a path is a tuple of keys; objects of a live job, or read from a checkpoint. Dicts
+            and lists among them are flattened.
     """
     out = SideState({}, {}, {})
     for path, x in leaves.items():
@@ -62,10 +64,12 @@ def collect_side_state(leaves: Mapping[Path, object]) -> SideState:
 
 
 def flatten_side_state(tree: Mapping[str, object]) -> dict[Path, object]:
-    """Return the leaves {canonical path: object} of a tree without model and optimizer; its keys are those at the root
-    of a checkpoint.
+    """Return the leaves of a tree that has neither model nor optimizer: {canonical path: object}.
 
     {"lr_scheduler": {...}, "epoch": 3} gives paths that begin with "scheduler", and ("trainer", "epoch").
+
+    Args:
+        tree: nested dicts and lists; its keys are those at the root of a checkpoint.
     """
     weight = object()  # a tree without a model would be taken for a model
     leaves = {("model", "w"): weight, **flatten_tree(dict(tree))}
@@ -99,7 +103,8 @@ def make_array_mark(x: Any) -> Mark:
 
 
 def make_object_mark(cls: str) -> Mark:
-    """Return the mark of an object that ckpttool does not build and cannot compare; `cls` is "module.Class"."""
+    """Return the mark ("object", (), class) of an object that ckpttool does not build and cannot compare; `cls` is
+    "module.Class"."""
     return OBJECT, (), cls
 
 

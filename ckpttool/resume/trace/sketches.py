@@ -106,7 +106,12 @@ def _sketch_box(x: Tensor, offset: Sequence[int], shape: Sequence[int], first: i
 
 
 def sketch_shard(held: Tensor, tensor: torch.Tensor) -> list[float]:
-    """Return what this rank's elements `held`, laid out over ranks as `tensor` is, add to a sketch: WIDE numbers."""
+    """Return what this rank's shard adds to the sketch of a tensor: WIDE numbers.
+
+    Args:
+        held: the elements of the shard.
+        tensor: a tensor that is laid out over ranks as the sketched one; only its layout and shape count.
+    """
     import torch
 
     if not held.numel():
@@ -150,8 +155,13 @@ def encode_sketches(rows: Iterable[Sequence[float]], kind: str = "f4") -> str:
 
 
 def decode_sketches(text: str | None, count: int, kind: str = "f4") -> NDArray[np.float64] | None:
-    """Return the sketches (count, WIDE) that `encode_sketches` made a text of; None if the text is None, or is of
-    another number of them."""
+    """Return the sketches (count, WIDE) that `encode_sketches` made a text of.
+
+    Args:
+        text: the text; None gives None.
+        count: number of sketches; None is returned if the text has another number of them.
+        kind: "f4" or "f8", as it was encoded.
+    """
     import numpy as np
 
     try:

@@ -63,9 +63,16 @@ def sketch_buffers(model: torch.nn.Module) -> dict[str, str]:
 
 
 def read_state_after(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> AfterRecord:
-    """Read a job's state after a step: sketches of all tensors, scalars, param groups. A collective.
+    """Read a job's state after a step. A collective.
 
-    {} if ranks hold different tensors. `optimizer` is None if the job has none.
+    Args:
+        model: the model of the job.
+        optimizer: its optimizer; None if the job has none.
+        step: number of optimizer steps that were taken; it is only recorded.
+
+    Returns:
+        Sketches of all tensors, values of tensors with one element, and param groups; {} if ranks hold different
+        tensors.
     """
     buffers = _collect_named_buffers(model)
     tensors = {n: t for n, t in {**collect_named_state(model, optimizer), **buffers}.items() if can_fingerprint(t)}
@@ -90,6 +97,7 @@ class _Follower:
     """Stands for the optimizer of a scheduler's copy: param groups without parameters, and a step that does nothing."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Copy the options of the optimizer's param groups, without their parameters."""
         self.param_groups = [
             {k: [] if k == "params" else deepcopy(v) for k, v in g.items()} for g in optimizer.param_groups
         ]
@@ -109,10 +117,17 @@ def needs_step_argument(scheduler: Any) -> bool:
 def copy_scheduler(
     scheduler: object, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[object, list[dict[str, object]]] | str:
-    """Copy a scheduler so that stepping the copy does not affect the training: (copy, its param groups), or a text why
-    not.
+    """Copy a scheduler so that stepping the copy does not affect the training.
 
     Only schedulers of torch itself are copied, since others may hold any object; functions that they hold are shared.
+
+    Args:
+        scheduler: the scheduler.
+        model: the model of the job, which is not copied.
+        optimizer: the optimizer of the scheduler; the copy gets param groups without parameters in its place.
+
+    Returns:
+        (copy, the param groups whose learning rates it sets); or a sentence that says why the scheduler is not copied.
     """
     if not type(scheduler).__module__.startswith("torch.optim."):
         return f"{type(scheduler).__name__} is no scheduler of torch, so no copy of it was stepped ahead"

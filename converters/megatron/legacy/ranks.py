@@ -83,7 +83,7 @@ class Parameter(NamedTuple):
 
     @property
     def expert(self) -> bool:
-        """Return whether it belongs to an expert; experts may have an optimizer of their own."""
+        """Return whether the parameter belongs to an expert; experts may have an optimizer of their own."""
         return is_expert(self.name)
 
 
@@ -116,15 +116,15 @@ class RankedSave:
     older_names: bool = False
 
     def add_first(self, out: Leaves, rank: RankFile, at: Path, x: object) -> None:
-        """Add what a rank holds of something that several ranks have, unless one before it added that.
+        """Add to `out` one rank's copy of something that several ranks save, unless an earlier rank's copy is there.
 
-        A copy that differs from the first goes to `others`.
+        If an earlier copy is there and differs, the new one is recorded in `others`.
 
         Args:
-            out: the leaves to which it is added.
-            rank: the rank.
-            at: its canonical path, of two elements.
-            x: what the file holds.
+            out: {canonical path: leaf} so far.
+            rank: the rank whose copy it is.
+            at: the canonical path of the thing, of two elements.
+            x: the copy as the rank's file holds it.
         """
         new, kept = self.files.leaves(rank.number, x, at), {p: leaf for p, leaf in out.items() if p[:2] == at}
         if not kept:
