@@ -100,7 +100,8 @@ def can_fill_in_parallel(dst: str, is_file: bool, draft: Draft) -> bool:
 
     Args:
         dst: its path or URL; it is not opened.
-        is_file: whether the layout is one file.
+        is_file: whether the layout is one file, and no folder.
+        draft: the destination, which says whether its objects are to be locked.
     """
     return not urls.is_url(dst) or (
         not draft.object_lock and s3_object(dst if is_file else f"{dst}/{UNFINISHED}") is not None

@@ -560,7 +560,8 @@ def _compare_tensors(
 def measure_relative_distances(a: OpenCheckpoint, b: OpenCheckpoint, progress: Progress) -> dict[str, float]:
     """Return {tensor: L2 norm of A - B divided by that of B} for tensors that both have in one shape.
 
-    Tensors of packed and six-bit dtypes are left out.
+    Where B is all zeros, that is 0 if A is, too, and infinite if it is not. Tensors of packed and six-bit dtypes are
+    left out.
     """
     left, right = a.checkpoint.tensors, b.checkpoint.tensors
     names = [n for n, t in left.items() if n in right and t.shape == right[n].shape]

@@ -119,7 +119,8 @@ class _AppliedCheckpoint(MergedCheckpoint):
     """A checkpoint with deltas applied, which say what digests it must have."""
 
     def expect_recorded(self, ignore: bool = False) -> None:
-        """Expect the digests that the last delta says, and for the base those in its ckpttool.json.
+        """Set the digests that tensors must have when they are read: of those that a delta changed, the digest in the
+        last delta; of the base's, that in its ckpttool.json.
 
         Args:
             ignore: expect no digests of the base.

@@ -44,16 +44,18 @@ class Memo(dict[int, Any]):
         self._highest, self._seen = -1, 0  # of the numbers looked at, and how many these are
 
     def __missing__(self, n: int) -> object:
-        """Return object number `n`, which is in no entry of its own, from the added list that includes it.
+        """Return object number `n` of the pickle from the list, added by `add`, that includes it. Python calls this for
+        a number that is no key of the dict itself.
 
         Raises:
-            KeyError: no added list includes it.
+            KeyError: no added list includes it, so the pickle is damaged.
         """
         first = self.first_beside(n)
         return self.lists[first][n - first]
 
     def first_beside(self, n: int) -> int:
-        """Return the number of the first object of the added list whose objects include number `n`.
+        """Return the number of the first object of that list, of those added by `add`, whose objects include number
+        `n`.
 
         Raises:
             KeyError: no added list includes it.

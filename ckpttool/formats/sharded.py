@@ -371,11 +371,11 @@ class ShardTable:
         self.lists: dict[tuple[tuple[int, int], ...], CommonList] = {}
 
     def shards(self, bounds: tuple[tuple[int, int], ...]) -> CommonList:
-        """Return the pickled list of the ShardMetadata of all ranks that hold elements; the same object for the same
-        bounds.
+        """Return the ShardMetadata of a 1-D tensor's shards, of all ranks that hold elements, as a list that is pickled
+        once and copied from then on. For the same bounds it is the same object.
 
         Args:
-            bounds: (first element, end) of each rank's shard.
+            bounds: for each rank, (first element of its shard, end) in the whole tensor.
         """
         if bounds not in self.lists:
             held = [_make_shard_metadata(p, a, b) for p, (a, b) in zip(self.places, bounds, strict=True) if a < b]

@@ -106,7 +106,7 @@ class TorchFiles:
         return len(self.files) - 1
 
     def offset(self, file: int, key: str) -> int:
-        """Return the offset of the storage `key` in file number `file`, which was added with storages."""
+        """Return the offset in bytes of the storage `key` in file number `file`, which must be one of `add`."""
         f = self.files[file]
         assert isinstance(f, _File)
         return f.places[key]

@@ -71,6 +71,7 @@ class UploadPool:
     so that no queue of parts grows in memory."""
 
     def __init__(self, many: int) -> None:
+        """Prepare `many` threads, each of which sends one part at a time."""
         from concurrent.futures import ThreadPoolExecutor
 
         self.many, self.pool = many, ThreadPoolExecutor(many, "ckpttool-send")

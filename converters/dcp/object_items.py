@@ -50,8 +50,13 @@ def has_short_items(t: TensorEntry) -> bool:
 
 
 def list_item_ends(tensors: Iterable[TensorEntry], files: Sequence[str]) -> Iterator[tuple[str, int, int]]:
-    """Yield (file, offset, length) of the first and last bytes of the items of these tensors, which parsing them
-    reads."""
+    """Yield (name of a file, offset, length) of the first `HEAD` and the last `TAIL` bytes of each item of these
+    tensors, which parsing it reads; of a short item once, of all its bytes.
+
+    Args:
+        tensors: tensors whose chunks are items of a DCP folder.
+        files: names of the checkpoint's files, in the order of their numbers.
+    """
     for t in tensors:
         for file, offset, length in zip(t.chunks.file, t.chunks.offset, t.chunks.length, strict=True):
             if offset < 0 or length < 0:

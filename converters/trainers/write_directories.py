@@ -164,8 +164,8 @@ def _select_leaves(ckpt: Checkpoint, *head: str | int) -> dict[Path, object]:
 
 
 def select_leaves_below(ckpt: Checkpoint, *head: str | int) -> dict[Path, object]:
-    """Return {path: leaf} of the entries below the path `head`, without one at the path itself, which would be no state
-    dict."""
+    """Return {canonical path, which begins with `head`: leaf} of the entries below the path `head`, without one at the
+    path itself, which would be no state dict."""
     return {p: leaf for p, leaf in _select_leaves(ckpt, *head).items() if len(p) > len(head)}
 
 

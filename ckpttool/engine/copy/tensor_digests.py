@@ -120,13 +120,16 @@ def tensor_digests_and_crcs(
     budget: IOBudget,
     seen: Callable[[Block], None] | None = None,
 ) -> dict[str, object]:
-    """Digest tensors and return {"digests": {tensor: BLAKE3 hex digest}, "seen": the ranges that were read of
-    incomplete records, as `Reader.absorb` takes them}.
+    """Digest some tensors of a checkpoint, for a process that digests them all: return {"digests": {tensor: BLAKE3 hex
+    digest}, "seen": CRC32s of the ranges that were read of records with other tensors in them}.
 
-    Records are incomplete where they contain other tensors, too.
+    The records of which all was read are compared with their CRC32 here; `Reader.absorb` puts the ranges of the others
+    together.
 
     Args:
-        seen: called with every block; None calls nothing.
+        files: names of the checkpoint's files, in the order of their numbers.
+        records: the records of zip files that the tensors are in, with their CRC32s.
+        seen: called with every block that is read; None calls nothing.
 
     Raises:
         Corrupt, SourceChanged: the source is damaged, or was written to meanwhile.
