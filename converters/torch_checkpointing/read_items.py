@@ -190,10 +190,13 @@ class _Reading:
         by_text = [{self._find_metadata_key(item, p): (p, x) for p, x in leaves.items()} for leaves in flat]
         out: dict[Path, object] = {}
         lacking: list[str] = []
-        above = {key[:i] for leaves in by_text for key in leaves for i in range(len(key))}
+        empty = {key for leaves in by_text for key, (_, x) in leaves.items() if x == {}}
+        above = {key[:i] for leaves in by_text for key in leaves for i in range(len(key))} if empty else set()
         for key in dict.fromkeys([*(k for leaves in by_text for k in leaves), *item.tensors]):
             column = [(r, *leaves[key]) for r, leaves in zip(ranks, by_text, strict=True) if key in leaves]
-            if key in above and all(x == {} for _, _, x in column):  # it is a full dict on another rank
+            if (
+                key in empty and key in above and all(x == {} for _, _, x in column)
+            ):  # it is a full dict on another rank
                 continue
             path: Path = (name, *(column[0][1] if column and not in_one else key))
             if key in item.tensors:

@@ -386,17 +386,19 @@ def _with_root_tensors_as_weights(ckpt: Checkpoint) -> Checkpoint:
 
     A buffer `step`, as ema_pytorch's EMA has, would otherwise be read as a counter of a trainer.
     """
-    places = {n: original_path(t.path, ckpt.origin) for n, t in ckpt.tensors.items()}
-    if any(t.path[0] == "model" and len(places[n]) > 1 and places[n][0] in ROLES for n, t in ckpt.tensors.items()):
+    moved = {
+        n: at
+        for n, t in ckpt.tensors.items()
+        if t.path[0] != "model" and len(at := original_path(t.path, ckpt.origin)) == 1
+    }
+    below = (original_path(t.path, ckpt.origin) for t in ckpt.tensors.values() if t.path[0] == "model")
+    if not moved or any(len(at) > 1 and at[0] in ROLES for at in below):
         return ckpt
-    tensors, origin = {}, dict(ckpt.origin)
-    for n, t in ckpt.tensors.items():
-        if t.path[0] != "model" and len(places[n]) == 1:
-            path = ("model", *places[n])
-            origin[path] = places[n]
-            n, t = joined(path), replace(t, path=path)
-        tensors[n] = t
-    return replace(ckpt, tensors=tensors, origin=origin)
+    paths: dict[str, Path] = {n: ("model", *at) for n, at in moved.items()}
+    tensors = {
+        joined(paths[n]) if n in paths else n: replace(t, path=paths.get(n, t.path)) for n, t in ckpt.tensors.items()
+    }
+    return replace(ckpt, tensors=tensors, origin=ckpt.origin | {paths[n]: at for n, at in moved.items()})
 
 
 def _refuse_stray_weights(what: str, paths: Iterable[Path], whole: Checkpoint) -> None:
