@@ -191,7 +191,7 @@ class Guard:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Call `finish` if the `with` block ended without an exception, otherwise `stop`; an exception goes on.
+        """Call `finish` if the `with` block ended without an exception, otherwise `stop`; the exception is raised.
 
         Args:
             kind: class of the exception that ended the block; None if there was none.

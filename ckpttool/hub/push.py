@@ -253,7 +253,7 @@ class Push:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the source at the end of the `with` block; an exception of the block goes on."""
+        """Close the source at the end of the `with` block; an exception of the block is raised again."""
         self.opened.source.close()
 
     # ------------------------------------------------------------------------------------------------- two answers

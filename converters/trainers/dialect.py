@@ -367,8 +367,8 @@ def _read_checkpoint_part(source: Source, part: DirectoryPart, options: ReadOpti
 def _collect_weights(whole: Checkpoint, part: DirectoryPart) -> dict[str, TensorEntry]:
     """Return {FQN: weight} of the model that a part belongs to.
 
-    If the checkpoint has several models, the one with the number of the part is taken. If none of several
-    has that number, the weights of all are returned, and their FQNs begin with the number of the model.
+    Of several models, it is the one with the number of the part. If none has that number, the weights of all models
+    are returned, and their FQNs begin with the number of the model.
 
     Args:
         whole: the index of the parts read so far.

@@ -242,7 +242,7 @@ def _list_state_beside_file(source: Source, held: set[str], saves: Saves | None)
 
     Args:
         held: names of the components that the checkpoint has, such as "optim"; files of these are ignored.
-        saves: not used; an argument as that of `_list_unread_in_folder`.
+        saves: not used; `_list_unread_in_folder`, which is called in the same place, needs them.
     """
     if not source.root.startswith("http"):  # where listings are pages for people, a question a file is too much
         yield from _list_state_by_name(source, set(source.identities()), held, "", None)
