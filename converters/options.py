@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ckpttool.by_fields import ByFields
 from ckpttool.errors import UsageError, argument
 from ckpttool.layouts import option
+from ckpttool.storage.urls import make_path_absolute
 
 from .meshes import Mesh
 
@@ -68,7 +69,7 @@ class HfOptions(ByFields):
                 `max_shard_bytes` is below 1.
         """
         if self.adapter_config and os.path.lexists(self.adapter_config):  # workers may be in another folder
-            object.__setattr__(self, "adapter_config", os.path.abspath(self.adapter_config))
+            object.__setattr__(self, "adapter_config", make_path_absolute(self.adapter_config))
         if self.adapter and self.include_optimizer:
             raise UsageError(
                 f"{argument('adapter', True)} writes the adapter alone; it cannot be combined with "

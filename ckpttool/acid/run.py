@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ..bounded_json import encode, parse
 from ..errors import NotRecognised, UsageError, argument
+from ..storage.urls import make_path_absolute
 from .kit import KIT_VERSION, Case, choose_cases, open_kit, read_expected_state
 from .scoring import (
     FAILURES,
@@ -97,7 +98,7 @@ class _Session:
         child = Path(__file__).with_name("child.py")
         try:
             self._process = subprocess.Popen(
-                [python, "-P", str(child), os.path.abspath(program)],
+                [python, "-P", str(child), make_path_absolute(program)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -111,8 +110,9 @@ def _write_report(file: str, path: str, reading: OpenOptions, found: Diagnosis |
     from ..engine.doctor.bundle import describe_checkpoint
     from ..printable import printable_json
     from ..storage.local_file import replace_file
+    from ..storage.urls import make_path_absolute
     from .versions import describe_versions
 
     about = {**describe_versions(), **describe_checkpoint(path, replace(reading, allow_mixed_steps=True), found)}
-    replace_file(os.path.abspath(file), (printable_json(about) + "\n").encode())
+    replace_file(make_path_absolute(file), (printable_json(about) + "\n").encode())
     note(f"{file} has names, shapes and sizes, but no value, text or path; read it before you send it")

@@ -18,6 +18,7 @@ from ..errors import UsageError, kind_of_failure
 from ..options import OpenOptions
 from ..printable import printable
 from ..resume.request import VerifyRequest
+from ..storage.urls import make_path_absolute
 from .help import READING, about
 from .shared_options import EDITS, add_shared_options
 from .terminal import (
@@ -134,7 +135,7 @@ def _check_report_paths(report: str | None, junit: str | None, metrics: str | No
             os.makedirs(report, exist_ok=True)
         except OSError as e:
             raise kind_of_failure(e, UsageError)(f"--report {report}: {e.strerror or e}.") from None
-    if metrics is not None and not os.path.isdir(folder := os.path.dirname(os.path.abspath(metrics))):
+    if metrics is not None and not os.path.isdir(folder := os.path.dirname(make_path_absolute(metrics))):
         raise UsageError(f"--metrics {metrics}: this folder does not exist: {folder}.", code="CKPT0212")
     for option, file in (("--junit", junit), ("--metrics", metrics)):
         if file is not None and os.path.exists(file) and not os.path.isfile(file):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -15,6 +14,7 @@ import typer
 from ..errors import Interrupted
 from ..options import OpenOptions
 from ..printable import printable
+from ..storage.urls import make_path_absolute
 from ..watching.request import WatchRequest
 from .help import about
 from .shared_options import EDITS, add_shared_options
@@ -57,7 +57,7 @@ def watch(
 
     with ExitStack() as held:
         journal = held.enter_context(open_journal(folder, run))
-        note(f"watching {os.path.abspath(run)}; journal and latest.verified in {folder}", quiet)
+        note(f"watching {make_path_absolute(run)}; journal and latest.verified in {folder}", quiet)
         server = None
         if request.job_metrics is not None:
             server = held.enter_context(closing(MetricsServer(request.metrics_address, request.job_metrics)))

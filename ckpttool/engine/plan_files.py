@@ -71,7 +71,7 @@ def with_absolute_paths(reading: OpenOptions) -> OpenOptions:
     def absolute(path: str | os.PathLike[str] | None) -> str | None:
         """Make the path of a file that exists absolute; anything else, such as a name on the Hub, stays."""
         text = None if path is None else os.fspath(path)
-        return os.path.abspath(text) if text is not None and os.path.lexists(text) else text
+        return urls.make_path_absolute(text) if text is not None and os.path.lexists(text) else text
 
     return replace(
         reading,
@@ -202,7 +202,7 @@ def save_plan(path: str | os.PathLike[str], planned: Plan, running: RunOptions) 
         Unsupported: as `describe_plan` says.
         CkpttoolError: the file cannot be written.
     """
-    found, where = describe_plan(planned, running), os.path.abspath(path)
+    found, where = describe_plan(planned, running), urls.make_path_absolute(path)
     inside = not urls.is_url(found["source"]["path"]) and os.path.realpath(found["source"]["path"])
     if inside and os.path.realpath(where).startswith(f"{inside}/"):
         raise UsageError(
@@ -224,7 +224,7 @@ def read_plan(path: str | os.PathLike[str]) -> dict[str, object]:
         Corrupt: it is not JSON.
         Unsafe: it is too large or nested too deeply, has a key twice, or has characters that do not print.
     """
-    where = os.path.abspath(path)
+    where = urls.make_path_absolute(path)
     try:
         with open(where, "rb") as f:
             data = f.read(_MOST_BYTES + 1)

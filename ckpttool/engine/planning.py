@@ -58,6 +58,7 @@ from ..options import (
 from ..printable import Shown, count_noun
 from ..progress import log_detail, log_step
 from ..storage.source import Source
+from ..storage.urls import make_path_absolute
 from . import mixups
 from .averaging import open_average
 from .conservation import Account
@@ -379,7 +380,7 @@ def _prepare_for_layout(
         like=model.like,
         flat_layout=model.flat_layout,
         wrap=model.wrap,
-        target=os.path.basename(os.path.abspath(dst)),
+        target=os.path.basename(make_path_absolute(dst)),
         world_size=writing.world_size,
         own=writing.options,
         vocab_size=writing.vocab_size,

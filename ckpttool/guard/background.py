@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from ..engine.workers.local_processes import LocalProcesses
 from ..errors import CkpttoolError, Corrupt, UsageError, argument
+from ..storage.urls import make_path_absolute
 from ..watching.proofs import judge_saves, release_journals
 from ..watching.request import WatchRequest
 
@@ -90,7 +91,7 @@ class Guard:
             )
         self._on_fault, self._strict, self._timeout = on_fault, strict, timeout
         self._options = {
-            "state": None if state is None else os.path.abspath(state),
+            "state": None if state is None else make_path_absolute(state),
             "settle": settle, "stall": stall, "max_rate": max_rate, "norm_jump": norm_jump,
         }  # fmt: skip
         self._request = WatchRequest(**self._options)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import CkpttoolError, Interrupted, NoSpace, NotPermitted, get_failed_path, kind_of_failure
 from .source import describe_missing_resource
+from .urls import make_path_absolute
 
 if TYPE_CHECKING:
     from .local_file import WriterPool
@@ -270,7 +271,7 @@ def write_error(e: OSError, path: str, outcome: str = "The destination is untouc
         return NoSpace(
             f"{path}: {e.strerror}: {what}. {outcome} Fix that or write elsewhere, then run the same command again."
         )
-    folder = os.path.dirname(os.path.abspath(path))
+    folder = os.path.dirname(make_path_absolute(path))
     # /proc and its like say that what they refuse to make does not exist
     if kind_of_failure(e) is NotPermitted or (e.errno == errno.ENOENT and os.path.isdir(folder)):
         what = path if os.access(folder, os.W_OK | os.X_OK) else f"the folder {folder}"

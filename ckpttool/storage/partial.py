@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 from ..errors import DestinationExists, Locked, UsageError, get_failed_path, kind_of_failure, note_change
 from .lock import describe_user, ensure_owner_mode, is_our_uid, open_lock, take_lock, try_lock, unlock
+from .urls import make_path_absolute
 
 __all__ = [
     "Cleaned",
@@ -72,7 +73,7 @@ class LeftoverFiles:
     """
 
     def __init__(self, target: str) -> None:
-        self.target = os.path.abspath(target)
+        self.target = make_path_absolute(target)
         self.parent, self.name = os.path.split(self.target)
         if not self.name:
             raise UsageError(f"{target!r} names no file or folder.", code="CKPT0211")
@@ -381,7 +382,7 @@ def clean(path: str | os.PathLike[str], *, dry_run: bool = False) -> Cleaned:
         UsageError: the parent folder of the path does not exist.
         CkpttoolError: a system call failed.
     """
-    target = os.path.abspath(path)
+    target = make_path_absolute(path)
     if not os.path.isdir(os.path.dirname(target)):
         raise UsageError(f"{os.path.dirname(target)} is not a folder.", code="CKPT0211")
     out = Cleaned()

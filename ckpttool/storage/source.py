@@ -30,6 +30,7 @@ from ..errors import (
     UsageError,
     kind_of_failure,
 )
+from .urls import make_path_absolute
 
 if TYPE_CHECKING:
     from .frames import FramedFile
@@ -142,7 +143,7 @@ class Source:
         Raises:
             Corrupt: there is no such folder.
         """
-        self.root = os.path.abspath(root)
+        self.root = make_path_absolute(root)
         if not os.path.isdir(self.root):
             raise Corrupt(f"{self.root}: no such folder.", code="CKPT0401")
         self._real = os.path.realpath(self.root)

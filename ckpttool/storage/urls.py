@@ -16,6 +16,7 @@ __all__ = [
     "is_url",
     "lower_scheme",
     "make_absolute",
+    "make_path_absolute",
     "redact_url",
     "refuse_azure_query",
     "split_url",
@@ -63,14 +64,37 @@ def refuse_azure_query(url: str) -> None:
         )
 
 
+def make_path_absolute(path: str | os.PathLike[str]) -> str:
+    """Return a path as an absolute path without "..", of the same file or folder.
+
+    The kernel follows a link before it takes the ".." after it: with `link -> ../real/sub`, link/../s.pt is
+    ../real/s.pt. os.path.abspath drops "link/.." and gets ./s.pt, another file. Here a link before a ".." is followed,
+    and all others stay in the path.
+
+    Args:
+        path: of something that exists or does not; not a URL.
+    """
+    text = os.fspath(path)
+    parts = text.split("/")
+    if ".." not in parts:
+        return os.path.abspath(text)
+    at = "/" if text.startswith("/") else os.getcwd()
+    for part in parts:
+        if part == "..":
+            at = os.path.dirname(os.path.realpath(at) if os.path.islink(at) else at)
+        elif part not in ("", "."):
+            at = os.path.join(at, part)
+    return at
+
+
 def make_absolute(path: str) -> str:
     """Return a path as an absolute path; a URL is returned unchanged."""
-    return path if is_url(path) else os.path.abspath(path)
+    return path if is_url(path) else make_path_absolute(path)
 
 
 def display_path(path: str | os.PathLike[str]) -> str:
     """Return a path for messages and records: absolute, or a URL without credentials."""
-    return redact_url(os.fspath(path)) if is_url(path) else os.path.abspath(path)
+    return redact_url(os.fspath(path)) if is_url(path) else make_path_absolute(path)
 
 
 def split_url(url: str) -> tuple[str, str]:
@@ -102,6 +126,10 @@ def check_object_name(name: str, root: str) -> str:
         Unsafe: it leads out of the URL, or no store has such a name.
     """
     parts = name.split("/")
+    if re.search("[\ud800-\udfff]", name):
+        raise Unsafe(
+            f"{name[:200]!r} in {root} has half of a surrogate pair, which no store allows in a name.", code="CKPT0702"
+        )
     if any(p in ("", ".", "..") for p in parts) or "\0" in name or "\\" in name or "?versionId=" in name:
         raise Unsafe(
             f"{name[:200]!r} leads out of {root}; a checkpoint may name only objects below its own URL.",

@@ -45,6 +45,7 @@ from ...errors import Corrupt, Unsupported, argument
 from ...index import boxes
 from ...index.checkpoint import ITEMSIZE, MAX_NUMEL
 from ...storage.source import Source
+from ...storage.urls import make_path_absolute
 
 __all__ = [
     "FLAT",
@@ -542,7 +543,7 @@ def read_layout_file(path: str) -> FlatLayout:
     """
     if not os.path.isfile(path):
         raise Unsupported(f"{argument('flat_layout', path)}: no such file.", code="CKPT0302")
-    with Source(os.path.dirname(os.path.abspath(path))) as there:
+    with Source(os.path.dirname(make_path_absolute(path))) as there:
         return parse_layout_json(there.read_all(os.path.basename(path), 256 << 20), path)
 
 

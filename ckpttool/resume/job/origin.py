@@ -31,6 +31,7 @@ from typing import Any
 from ...engine.opening import OpenCheckpoint
 from ...live.collectives import gather_objects
 from ...live.job_optimizers import list_optimizers
+from ...storage.urls import make_path_absolute
 from ..trace.live_facts import list_tied_names, named_parameters
 from . import deepspeed_reader
 from .build import Job
@@ -132,7 +133,7 @@ def plan_origin_load(job: Job, opened: OpenCheckpoint, parts: list[str], scratch
     if folder is None or opened.inputs:
         why = "it is read from a store or an archive" if folder is None else "it is computed from several checkpoints"
     else:
-        files = [os.path.normpath(os.path.join(folder, f)) for f in opened.checkpoint.files]
+        files = [make_path_absolute(os.path.join(folder, f)) for f in opened.checkpoint.files]
         try:
             with _weights_only():
                 _add_readers(_Target(job), files, parts, scratch, out, folder if opened.folder else None)

@@ -18,6 +18,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from typing import TYPE_CHECKING, Any
 
 from ...errors import UsageError, argument, kind_of_failure
+from ...storage.urls import make_path_absolute
 from ..request import RunSettings
 from ..trace.batches import Rows
 from ..trace.probing import explain_unsupported_forward
@@ -195,7 +196,7 @@ def call_build(
     if where.endswith(".py"):
         if not os.path.isfile(where):
             raise UsageError(f"{said}: the file {where} does not exist.", code="CKPT0212")
-        _add_to_sys_path(os.path.dirname(os.path.abspath(where)))
+        _add_to_sys_path(os.path.dirname(make_path_absolute(where)))
         spec = importlib.util.spec_from_file_location(os.path.basename(where)[:-3], where)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
