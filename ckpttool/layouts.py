@@ -10,8 +10,8 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import Field, dataclass, fields, replace
 from functools import cache
 from importlib import import_module
@@ -45,6 +45,7 @@ __all__ = [
     "ReferenceModel",
     "Saves",
     "WriteOptions",
+    "check_replaceable",
     "checkpoint_of",
     "choose_target_layout",
     "detect",
@@ -61,6 +62,7 @@ __all__ = [
     "name_leaves",
     "option",
     "place",
+    "replacing",
     "state_files",
     "tree_of",
 ]
@@ -268,7 +270,8 @@ class Layout(ByFields):
         sharding: how a job that loads it divides its state, a strategy of `engine.memory`; None where it may be any.
         saves: how one folder can contain several saves; None if a folder is one save.
         program: what is known of the program that writes it: next steps, files beside it, `--for`, ...
-        check_replaceable: raises if what is at a destination must not be replaced.
+        check_replaceable: raises if what is at a destination is of this layout and must not be replaced, by whatever
+            layout.
         replacing: entered while what is at a destination is replaced; raises as `check_replaceable`.
     """
 
@@ -510,7 +513,7 @@ def choose_target_layout(to: str | None, dst: str | os.PathLike[str]) -> Layout:
 
     Raises:
         UsageError: there is no such layout, the name of the destination tells none, or a folder would be named like a
-            file.
+            file, or a file like one of another layout.
     """
     text = os.fspath(dst)
     known = layouts().values()
@@ -531,7 +534,41 @@ def choose_target_layout(to: str | None, dst: str | os.PathLike[str]) -> Layout:
             "folder.",
             code="CKPT0211",
         )
+    others = {s for x in files if x is not target for s in x.suffixes} | {".safetensors"}
+    if target.is_file and not text.endswith(target.suffixes) and text.endswith(tuple(others)):
+        raise UsageError(
+            f"{target.name} writes another kind of file than {text!r} is named. Let the name end in "
+            f"{' or '.join(target.suffixes)}.",
+            code="CKPT0211",
+        )
     return target
+
+
+def check_replaceable(dst: str) -> None:
+    """Ask every layout whether what is at a destination may be replaced, by whatever layout.
+
+    Args:
+        dst: its path or URL.
+
+    Raises:
+        DestinationExists: it must not be replaced, such as an archive under a legal hold.
+    """
+    for layout in layouts().values():
+        layout.check_replaceable(dst)
+
+
+@contextmanager
+def replacing(dst: str) -> Iterator[None]:
+    """While the block replaces what is at a destination, keep every layout from protecting it (`Layout.replacing`).
+
+    Raises:
+        DestinationExists: it must not be replaced.
+        CkpttoolError: a layout cannot record the replacement.
+    """
+    with ExitStack() as entered:
+        for layout in layouts().values():
+            entered.enter_context(layout.replacing(dst))
+        yield
 
 
 def list_writable_layouts() -> list[str]:
@@ -602,7 +639,7 @@ def place(path: str | os.PathLike[str]) -> Place:
         # a web server also answers requests for a folder, whose URL ends with a slash
         folder = url.lower().startswith("http") and url.partition("?")[0].endswith("/")
         return _open_remote(url.rstrip("/"), folder)
-    text = os.path.abspath(path)
+    text = urls.make_path_absolute(path)
     if os.path.isdir(text):
         return Place(Source(text), None)
     if os.path.exists(text):

@@ -15,7 +15,7 @@ is in PROVENANCE.json, and so is the order of the source, which is that of the m
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -64,12 +64,13 @@ def mount(where: Place) -> Place:
     """Return a place in which the members of the archive are files of a folder.
 
     Raises:
-        UsageError: it is encrypted. Corrupt, Unsafe: it is damaged, or no archive of ckpttool.
+        UsageError: it is encrypted, or a folder. Corrupt, Unsafe: it is damaged, or no archive of ckpttool.
     """
     from ckpttool.audit.archive import Archive
 
     source, file = where
-    assert file is not None
+    if file is None:
+        raise UsageError(f"{source.root} is a folder; an archive is a file.", code="CKPT0221")
     if isinstance(source, Archive):
         return where
     if file.endswith(ENCRYPTED):
@@ -325,6 +326,7 @@ class _Writing(ByFields):
         )
         for name, data in smalls.items():
             _refuse_unreadable_record(name, data, self.sent)
+        _check_records_decode(smalls)
         out = b"".join(plan.make_small_member(n, data, self.mtime) for n, data in smalls.items())
         return plan.get_padding_after_tensors(self.planned) + out + tarball.END
 
@@ -353,6 +355,31 @@ def _refuse_unreadable_record(name: str, data: bytes, archive_bytes: int) -> Non
     except Unsafe as e:
         raise Unsupported(
             f"{str(e).rstrip('.')}. Such a record is refused by every reader. Keep less beside the tensors: "
+            f"{argument('only', ['model', 'optim'])}.",
+            code="CKPT0316",
+        ) from None
+
+
+def _check_records_decode(records: Mapping[str, bytes]) -> None:
+    """Read the records of an archive as every reader does, before they are written: an encrypted archive is not read
+    back, since that needs its key.
+
+    Args:
+        records: {name: bytes} of the small files of the archive.
+
+    Raises:
+        Unsupported: a reader would refuse one.
+    """
+    from ckpttool.audit import archive_plan as plan
+    from ckpttool.audit import manifest, provenance
+
+    try:
+        manifest.decode_manifest(records[plan.MANIFEST], plan.MANIFEST)
+        story = provenance.decode_provenance(records[plan.PROVENANCE], plan.PROVENANCE)
+        provenance.decode_config_files(story, plan.PROVENANCE)
+    except (Corrupt, Unsafe) as e:
+        raise Unsupported(
+            f"The archive could not be read again: {str(e).rstrip('.')}. Keep less beside the tensors: "
             f"{argument('only', ['model', 'optim'])}.",
             code="CKPT0316",
         ) from None
@@ -413,7 +440,7 @@ def _get_member_time(how: ArchiveOptions, source: Source) -> int:
 
 
 def refuse_protected(path: str) -> None:
-    """Refuse to replace an archive that must be kept; `path` is the archive's.
+    """Refuse to replace an archive that must be kept, or a folder that has archives; `path` is any destination.
 
     Raises:
         DestinationExists: it is under retention or a legal hold, or damaged, so that this cannot be known.
@@ -424,8 +451,8 @@ def refuse_protected(path: str) -> None:
 
 
 def replacing(path: str) -> AbstractContextManager[None]:
-    """Return a context manager around the replacement of the archive at `path`. It keeps others from placing a hold on
-    the archive, and records the replacement in the ledger of an object store.
+    """Return a context manager around the replacement of what is at `path`. If that is an archive, it keeps others from
+    placing a hold on it, and records the replacement in the ledger of an object store.
 
     Raises:
         DestinationExists: it is under retention or a legal hold, or damaged, so that this cannot be known.
@@ -433,6 +460,9 @@ def replacing(path: str) -> AbstractContextManager[None]:
     """
     from ckpttool.audit import archive_store
 
+    if not path.endswith((SUFFIX, ENCRYPTED)):
+        archive_store.refuse_protected(path)
+        return nullcontext()
     return archive_store.replacing(path)
 
 

@@ -202,6 +202,8 @@ class _Handler(BaseHTTPRequestHandler):
             **{f"x-ms-meta-{k}": v for k, v in found.metadata.items()},
         }
         asked, n = self.headers.get("x-ms-range") or self.headers.get("Range", ""), len(found.data)
+        if (match := self.headers.get("If-Match")) and found.etag != match:
+            raise _Refused(412, "ConditionNotMet")
         if self.command == "HEAD" or not asked:
             return 200, headers, found.data
         first, _, last = asked.removeprefix("bytes=").partition("-")

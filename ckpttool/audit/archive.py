@@ -281,9 +281,11 @@ class Archive(Source):
     # --------------------------------------------------------------------------------------------------- as a Source
 
     def list(self, folder: str = "") -> list[str]:
-        """Return the sorted names of the members, and of the configuration files that PROVENANCE.json holds; [] for any
-        other folder than "", the top one."""
-        return [] if folder else sorted([*self._members, *self._extra])
+        """Return the sorted names in a folder: of the members, which are all in the top one, "", and of the
+        configuration files that PROVENANCE.json holds."""
+        start = f"{folder}/" if folder else ""
+        inside = (n.removeprefix(start) for n in (*self._members, *self._extra) if n.startswith(start))
+        return sorted({n.partition("/")[0] for n in inside})
 
     def exists(self, name: str) -> bool:
         """Return whether the archive has a member, or a configuration file in PROVENANCE.json, of this name."""

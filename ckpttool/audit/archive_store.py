@@ -3,7 +3,8 @@
 An archive's own records, the ledger and the hold file next to the archive all count. Of two retentions the longer one
 counts, and a legal hold lasts until the ledger records its release, so replacing an archive cannot shorten what was
 promised. A ledger event applies to an archive when it names the archive's file, or its manifest hash and export time;
-so an archive that was renamed keeps its holds.
+so an archive that was renamed keeps its holds. A release applies to the archive that it names, and to one that had this
+name before somebody renamed it; never to another copy.
 
 `holds` places and ends legal holds, `pruning` deletes.
 """
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import cached_property
 
 from ..engine.copy.fill import silent
 from ..errors import (
@@ -22,6 +24,7 @@ from ..errors import (
     Corrupt,
     DestinationExists,
     Differs,
+    Locked,
     RemoteError,
     UsageError,
     argument,
@@ -40,6 +43,7 @@ __all__ = [
     "History",
     "ListingRow",
     "add_to_ledger",
+    "describe_unfinished_change",
     "explain_protection",
     "find_hold_disagreements",
     "find_holds_in_ledger",
@@ -110,7 +114,7 @@ def list_missing_archives(store: str) -> list[ListingRow]:
     """List the archives that should be in a store but are not, under any name.
 
     These are the ones that the ledger or a hold file names and that no ledger line deletes. Only archives that the
-    ledger does not record under their names are opened.
+    ledger does not record under their names, or that were added to it, are opened: they may be renamed ones.
 
     Raises:
         UsageError: the folder does not exist.
@@ -118,7 +122,9 @@ def list_missing_archives(store: str) -> list[ListingRow]:
         RemoteError: the store fails.
     """
     history = History.of(store)
-    found = {n: None if n in history.recorded else read_archive_facts(store, n)[1] for n in list_archive_names(store)}
+    found = {
+        n: read_archive_facts(store, n)[1] if history.may_be_renamed(n) else None for n in list_archive_names(store)
+    }
     return _make_missing_rows(store, history, {n: f if isinstance(f, ArchiveFacts) else None for n, f in found.items()})
 
 
@@ -129,10 +135,12 @@ def _make_missing_rows(store: str, history: History, there: Mapping[str, Archive
         history: the records: ledger and hold files.
         there: {file name: facts, or None if they were not read} of the archives in the store.
     """
+    with open_source(store) as source:  # a folder, or a link that leads nowhere, is no archive, whatever its name
+        there = {n: f for n, f in there.items() if f is not None or source.exists(n)}
     gone = {n: line for n, line in _find_expected_archives(history).items() if n not in there}
     if gone:  # a deletion since the ledger was read is in it now
         gone = {n: line for n, line in gone.items() if n in _find_expected_archives(History.of(store))}
-    others = {n: f for n, f in there.items() if f is not None and n not in history.recorded}
+    others = {n: f for n, f in there.items() if f is not None and history.may_be_renamed(n)}
     out: list[ListingRow] = []
     for name, line in gone.items():
         if (now := next((n for n, f in others.items() if _is_about_archive(line, f)), None)) is not None:
@@ -153,15 +161,15 @@ def _find_expected_archives(history: History) -> dict[str, ledger.LedgerEntry]:
             out[name] = history.recorded.get(name, e)
         elif e["event"] == "hold":
             out.setdefault(name, e)
-        elif e["event"] in ("delete", "deleted"):
+        elif e["event"] == "delete" or (e["event"] == "deleted" and name in out and out[name]["seq"] < _get_begin(e)):
             out.pop(name, None)
-    out = {n: e for n, e in out.items() if n in history.recorded or find_holds_in_ledger(lines, n)[0]}
+    out = {n: e for n, e in out.items() if n in history.recorded or find_holds_in_ledger(history.by_name[n], n)[0]}
     return dict(sorted(({n: held[0] for n, held in history.files.items()} | out).items()))
 
 
 def _make_missing_row(name: str, line: Mapping[str, object], history: History) -> ListingRow:
     """Return the listing row of a missing archive; `line` is the ledger line, or the hold, that names it."""
-    standing = RetentionStatus.of(name, None, history.events(name))
+    standing = RetentionStatus.of(name, None, history)
     row = ListingRow(name, None, standing.retain_until, tuple(standing.holds), standing.verified, None, missing=True)
     known = (
         f"Line {line['seq']} of the ledger has it" if "seq" in line else f"{sidecar.get_hold_file_name(name)} holds it"
@@ -173,11 +181,13 @@ def _make_missing_row(name: str, line: Mapping[str, object], history: History) -
 
 @dataclass
 class History:
-    """What a store records next to its archives: the ledger (None: there is none) and the hold files."""
+    """What a store records next to its archives: the ledger (None: there is none) and the hold files; and the names of
+    its archives. The ledger is indexed once; it must not change after that."""
 
     lines: list[ledger.LedgerEntry] | None
     files: dict[str, list[ledger.LedgerEntry]]  # {archive: holds}, as events
     recorded: dict[str, ledger.LedgerEntry]
+    names: frozenset[str]
 
     @classmethod
     def of(cls, store: str, lines: list[ledger.LedgerEntry] | None = None) -> History:
@@ -196,17 +206,62 @@ class History:
             )
         lines = ledger.read_entries_or_none(store) if lines is None else lines
         with open_source(store) as source:
-            beside = [n.removesuffix(sidecar.HOLD) for n in source.list() if n.endswith(sidecar.HOLD)]
-            return cls(lines, {n: read_hold_events(source, n) for n in beside}, ledger.find_latest_records(lines or []))
+            names = source.list()
+            held = [n.removesuffix(sidecar.HOLD) for n in names if n.endswith(sidecar.HOLD)]
+            files = {n: read_hold_events(source, n) for n in held}
+        return cls(lines, files, ledger.find_latest_records(lines or []), frozenset(names))
 
-    def events(self, name: str) -> Iterable[ledger.LedgerEntry]:
-        """Return all ledger events and holds that may apply to the archive `name`.
+    @cached_property
+    def by_name(self) -> dict[str, list[ledger.LedgerEntry]]:
+        """Return {archive: the ledger lines that name it, in order}."""
+        return _group_lines(self.lines or (), "archive")
+
+    @cached_property
+    def _by_manifest(self) -> dict[str, list[ledger.LedgerEntry]]:
+        """Return {manifest hash: the ledger lines that have it, in order}."""
+        return _group_lines(self.lines or (), "manifest_sha256")
+
+    def list_events(self, name: str, known: ArchiveFacts | None) -> list[ledger.LedgerEntry]:
+        """Return the ledger events and holds that may apply to the archive `name`: those that name it or its state.
 
         The holds in the files of other archives come first, then the ledger, then the archive's own hold file: a
         release in the ledger does not end the holds of that file.
+
+        Args:
+            known: the facts of the archive; None if it is damaged or missing.
         """
-        others = (e for n, held in self.files.items() if n != name for e in held)
-        return (*others, *(self.lines or ()), *self.files.get(name, ()))
+        others = [e for n, held in self.files.items() if n != name for e in held]
+        own = {e["seq"]: e for e in self.by_name.get(name, ())}
+        if known is not None:
+            own |= {e["seq"]: e for e in self._by_manifest.get(known.manifest_sha256, ())}
+        return [*others, *(own[seq] for seq in sorted(own)), *self.files.get(name, ())]
+
+    def may_be_renamed(self, name: str) -> bool:
+        """Return whether an archive may have had another name before: no export was recorded under this one."""
+        return self.recorded.get(name, {}).get("event") != "export"
+
+    def find_former_names(self, name: str, known: ArchiveFacts | None) -> set[str]:
+        """Return the names that an archive had before somebody renamed it: those that the ledger gives to it, that no
+        archive of the store has, and whose archive was not deleted.
+
+        Args:
+            name: the present name.
+            known: the facts of the archive; None, if it is damaged or missing, gives no names.
+        """
+        if known is None or not known.created or not self.may_be_renamed(name):
+            return set()
+        own = {e["archive"] for e in self._by_manifest.get(known.manifest_sha256, ()) if _is_about_archive(e, known)}
+        return {n for n in own - {name} - self.names if not RetentionStatus.of(n, None, self).deleted}
+
+
+def _group_lines(lines: Iterable[ledger.LedgerEntry], key: str) -> dict[str, list[ledger.LedgerEntry]]:
+    """Return {text in the field `key` of a ledger line: the lines with it, in order}; lines without one are left
+    out."""
+    out: dict[str, list[ledger.LedgerEntry]] = {}
+    for e in lines:
+        if isinstance(e.get(key), str):
+            out.setdefault(e[key], []).append(e)
+    return out
 
 
 def read_hold_events(source: Source, name: str) -> list[ledger.LedgerEntry]:
@@ -272,8 +327,9 @@ def make_listing_row(name: str, found: ArchiveFacts | str, history: History) -> 
         history: the ledger and the hold files of the store.
     """
     known, damaged = (None, found) if isinstance(found, str) else (found, None)
-    standing = RetentionStatus.of(name, known, history.events(name))
-    state, warnings = None, find_hold_disagreements(name, history.lines, history.files.get(name, []))
+    standing = RetentionStatus.of(name, known, history)
+    lines = None if history.lines is None else history.by_name.get(name, [])
+    state, warnings = None, find_hold_disagreements(name, lines, history.files.get(name, []))
     if known is not None and history.lines is None:
         state = "missing"
     elif known is not None:
@@ -338,8 +394,9 @@ def find_holds_in_ledger(
         elif e["event"] == "delete" and e["seq"] not in failed:
             begun = e["seq"]
         elif e["event"] == "deleted" or (e["event"] == "export" and begun):
-            ended |= dict.fromkeys(held, begun or e["seq"])
-            held, begun = {}, 0
+            end = _get_begin(e) if e["event"] == "deleted" else begun
+            ended |= {reason: end for reason, placed in held.items() if placed["seq"] < end}
+            held, begun = {reason: placed for reason, placed in held.items() if placed["seq"] > end}, 0
         elif e["event"] == "release":
             for reason in _get_released_reasons(e):
                 if held.pop(reason, None):
@@ -358,6 +415,13 @@ def _find_failed_deletions(lines: Iterable[ledger.LedgerEntry]) -> set[int]:
             begun = e.get("begun", last.get(e["archive"]))
             failed |= {begun} if type(begun) is int else set()
     return failed
+
+
+def _get_begin(e: ledger.LedgerEntry) -> int:
+    """Return the number of the line that announced the deletion which a "deleted" line ends; its own number in ledgers
+    of old, which do not say."""
+    begun = e.get("begun", e["seq"])
+    return begun if type(begun) is int else int(e["seq"])
 
 
 def _get_released_reasons(e: ledger.LedgerEntry) -> list[str]:
@@ -388,22 +452,23 @@ class RetentionStatus:
     lifted: set[str] = field(default_factory=set)  # reasons that this very archive was released from
 
     @classmethod
-    def of(cls, name: str, known: ArchiveFacts | None, events: Iterable[ledger.LedgerEntry]) -> RetentionStatus:
-        """Apply events to an archive, and return its retention, holds and last successful verification.
+    def of(cls, name: str, known: ArchiveFacts | None, history: History) -> RetentionStatus:
+        """Apply the events of a store to an archive, and return its retention, holds and last successful verification.
 
         Args:
             name: the file name of the archive.
             known: its facts; None if it is damaged or missing.
-            events: those of the ledger and of hold files, in order; events that apply to other archives are ignored.
+            history: the ledger and the hold files of the store.
         """
         it = cls()
-        events = tuple(events)
+        events = history.list_events(name, known)
         failed = _find_failed_deletions(events)
+        former = history.find_former_names(name, known)
         for e in events:
             if e["event"] == "delete" and e["seq"] in failed:
                 continue
-            own = e["archive"] == name or (known is not None and bool(known.created) and _is_about_archive(e, known))
-            if own:
+            same = known is not None and bool(known.created) and _is_about_archive(e, known)
+            if e["archive"] == name or (same and (e["event"] == "verify" or e["archive"] in former)):
                 it._apply(e, known)
             elif known is not None and e.get("manifest_sha256") == known.manifest_sha256:
                 it._add_protection(
@@ -530,18 +595,53 @@ def require_archive(store: str, name: str) -> None:
 
 
 def refuse_protected(archive: str) -> None:
-    """Raise DestinationExists if an archive exists and must not be replaced.
+    """Raise DestinationExists if a destination is an archive that must not be replaced, or a folder that has archives.
 
     Args:
-        archive: path or URL of the archive.
+        archive: path or URL of any destination.
 
     Raises:
-        DestinationExists: it is under retention or a legal hold, or is damaged, so that its holds are unknown.
+        DestinationExists: it is under retention or a legal hold, or is damaged, so that its holds are unknown; or what
+            lies there has archives or their records in it.
         Corrupt: the ledger is damaged.
     """
     store, name = _split_path(archive)
-    if _file_exists(store, name):
+    if name.endswith((SUFFIX, ENCRYPTED)) and _file_exists(store, name):
         _refuse_protected(store, name, History.of(store))
+    elif found := _find_archive_below(archive):
+        raise DestinationExists(
+            f"{urls.redact_url(archive)} has {found} in it, which {argument('force', True)} would delete without "
+            "regard to retention and holds. Choose another destination, or move the archives away.",
+            code="CKPT0602",
+        )
+
+
+def _find_archive_below(folder: str) -> str:
+    """Return the path, from a folder or prefix, of an archive, hold file or ledger in it; "" if there is none."""
+    if not urls.is_url(folder):
+        if not os.path.isdir(folder):
+            return ""
+        for where, _, names in os.walk(folder):
+            if own := next(filter(_is_of_store, names), None):
+                return os.path.relpath(os.path.join(where, own), folder)
+        return ""
+    with open_source(folder) as source:
+        source.list_ahead()
+        folders = [""]
+        while folders:
+            where = folders.pop()
+            for name in source.list(where):
+                path = f"{where}/{name}".lstrip("/")
+                if _is_of_store(name):
+                    return path
+                if source.glance(path)[0]:
+                    folders.append(path)
+    return ""
+
+
+def _is_of_store(name: str) -> bool:
+    """Return whether a file of this name is an archive, a hold file or a ledger."""
+    return name.endswith((SUFFIX, ENCRYPTED, sidecar.HOLD)) or os.path.basename(name) == ledger.FILE
 
 
 @contextmanager
@@ -557,7 +657,7 @@ def replacing(archive: str) -> Iterator[None]:
 
     Raises:
         DestinationExists: it is under retention or a legal hold, or is damaged, so that its holds are unknown.
-        Corrupt: the ledger is damaged.
+        Locked: another run is about to delete it. Corrupt: the ledger is damaged.
         RemoteError, CkpttoolError: the ledger cannot be read or written.
     """
     store, name = _split_path(archive)
@@ -572,8 +672,14 @@ def replacing(archive: str) -> Iterator[None]:
             return
 
         def unprotected(lines: list[ledger.LedgerEntry]) -> ledger.LedgerEntry:
-            """Return {}, no further fields for the line; raises DestinationExists if the archive is protected by
-            now."""
+            """Return {}, no further fields for the line; raises DestinationExists if the archive is protected by now,
+            Locked while another run is deleting it."""
+            begun = ledger.find_unfinished_change(lines, name)
+            if begun is not None and begun["event"] == "delete":
+                raise Locked(
+                    f"{urls.redact_url(archive)} is not replaced: {describe_unfinished_change(begun)}. Run the same "
+                    "command again when that run has ended; if it was killed, an hour after that line."
+                )
             _refuse_protected(store, name, History.of(store, lines))
             return {}
 
@@ -585,6 +691,14 @@ def replacing(archive: str) -> Iterator[None]:
                 turn.append("replace-failed", name, begun=entry["seq"], why=str(e))
             raise
         turn.append("replaced", name, begun=entry["seq"])
+
+
+def describe_unfinished_change(begun: Mapping[str, object]) -> str:
+    """Return, as text, which run is about to delete or replace an archive; `begun` is the line that announced it."""
+    return (
+        f"since line {begun['seq']} of the ledger, {begun['time']}, {begun['by']} is about to {begun['event']} it, and "
+        "no line says how that ended"
+    )
 
 
 def _refuse_protected(store: str, name: str, history: History) -> None:
@@ -602,7 +716,7 @@ def _refuse_protected(store: str, name: str, history: History) -> None:
 
 def _split_path(archive: str) -> tuple[str, str]:
     """Return (store, file name) of any path or URL."""
-    return urls.split_url(archive) if urls.is_url(archive) else os.path.split(os.path.abspath(archive))
+    return urls.split_url(archive) if urls.is_url(archive) else os.path.split(urls.make_path_absolute(archive))
 
 
 def _file_exists(store: str, name: str) -> bool:

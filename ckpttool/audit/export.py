@@ -15,7 +15,7 @@ from typing import Unpack
 
 from ..engine.conversion import ConvertResult, run_conversion
 from ..engine.opening import CheckpointPath
-from ..errors import CkpttoolError, Interrupted
+from ..errors import CkpttoolError, Interrupted, UsageError, argument
 from ..layouts import Place, place
 from ..options import (
     ARCHIVE_LAYOUT,
@@ -101,7 +101,7 @@ def export_archive(
             ledger, which the message says.
     """
     sealed = bool(options.recipients)
-    folder, name = urls.split_url(dst) if urls.is_url(dst) else os.path.split(os.path.abspath(dst))
+    folder, name = urls.split_url(dst) if urls.is_url(dst) else os.path.split(urls.make_path_absolute(dst))
     # a ledger that cannot be written is refused now, not after everything was copied
     clock = None
     if in_ledger and (urls.is_url(folder) or os.path.isdir(folder)):
@@ -215,15 +215,23 @@ def restore_archive(
         archive: path or URL of the archive.
         dst: where to write the checkpoint.
         identities: files with the keys to an encrypted archive; () for others.
-        scratch: folder for the decrypted bytes of the archive while it is read; None: that of the destination.
+        scratch: folder for the decrypted bytes of the archive while it is read; None: that of the destination, which
+            must be a path then.
         reading, writing, running: how to read the archive, what to write, and how to carry it out, as in `convert`.
 
     Raises:
+        UsageError: an encrypted archive is restored to a URL, without `scratch`.
         CkpttoolError: the conversion failed, or a tensor differs from its digest; the destination is unchanged.
     """
     where = place(archive)
     if where.file is not None and where.file.endswith(ENCRYPTED) and identities:
-        folder = scratch or os.path.dirname(os.path.abspath(dst))
+        if scratch is None and urls.is_url(dst):
+            raise UsageError(
+                f"{urls.redact_url(os.fspath(dst))}: the decrypted archive needs a folder on this machine while it is "
+                f"read. Give {argument('scratch', 'FOLDER')}.",
+                code="CKPT0204",
+            )
+        folder = scratch or os.path.dirname(urls.make_path_absolute(dst))
         spool, name = decrypt_to_spool(where.source, where.file, identities, folder, running.progress)
         where.source.close()
         where = Place(spool, name)

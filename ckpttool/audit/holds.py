@@ -9,6 +9,7 @@ so there a hold may even come between a deletion's line and the deletion.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 from ..errors import CkpttoolError, Locked, UsageError
@@ -18,6 +19,7 @@ from . import ledger, sidecar
 from .archive import ArchiveFacts
 from .archive_store import (
     History,
+    describe_unfinished_change,
     find_holds_in_ledger,
     get_identifying_fields,
     make_listing_row,
@@ -28,6 +30,8 @@ from .archive_store import (
 )
 
 __all__ = ["hold", "release"]
+
+_NAME_MAX = 255  # bytes of a file name, of Linux and most file systems
 
 
 def hold(archive: str, reason: str) -> ledger.LedgerEntry:
@@ -41,12 +45,21 @@ def hold(archive: str, reason: str) -> ledger.LedgerEntry:
         reason: why it must be kept.
 
     Raises:
-        UsageError: no reason, or no such archive. RemoteError: the store does not allow it; nothing was recorded.
+        UsageError: no reason, no such archive, or its name is too long. RemoteError: the store does not allow it;
+            nothing was recorded.
         Locked: another run is deleting or replacing it. Corrupt: the ledger is damaged. CkpttoolError: the file cannot
             be written; the hold is in the ledger.
     """
     store, name = _check_reason_and_split_path(archive, reason)
     require_archive(store, name)
+    written = f".{sidecar.get_hold_file_name(name)}.partial-{os.getpid()}"  # by `replace_file`, before the rename
+    if not urls.is_url(store) and len(os.fsencode(written)) > _NAME_MAX:
+        most = _NAME_MAX - len(f".{sidecar.HOLD}.partial-4194304")
+        raise UsageError(
+            f"{archive} is not held: its name has {len(os.fsencode(name))} bytes, and that of its hold file would be "
+            f"too long. Rename the archive so that its name has {most} bytes at most, and hold it then.",
+            code="CKPT0203",
+        )
     locked = urls.is_url(archive) and objects.set_legal_hold(archive, on=True)
     with ledger.take_turn(store) as turn:
 
@@ -62,10 +75,9 @@ def hold(archive: str, reason: str) -> ledger.LedgerEntry:
             begun = None if turn.alone or locked else ledger.find_unfinished_change(lines, name)
             if begun is not None:
                 raise Locked(
-                    f"{urls.redact_url(archive)} is not held: since line {begun['seq']} of the ledger, "
-                    f"{begun['time']}, {begun['by']} is about to {begun['event']} it, and no line says how that ended. "
-                    "If that run was killed, run it again, or hold the archive an hour after that line: by then it "
-                    "cannot be deleted any more."
+                    f"{urls.redact_url(archive)} is not held: {describe_unfinished_change(begun)}. If that run was "
+                    "killed, run it again, or hold the archive an hour after that line: by then it cannot be deleted "
+                    "any more."
                 )
             require_archive(store, name)
             _, known = read_archive_facts(store, name)

@@ -28,6 +28,7 @@ import re
 import shlex
 import socket
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ from ..errors import (
     CkpttoolError,
     Corrupt,
     Differs,
+    Locked,
     NoSpace,
     RemoteError,
     Unsafe,
@@ -59,6 +61,7 @@ __all__ = [
     "FILE",
     "FIRST",
     "LedgerEntry",
+    "LedgerWait",
     "Match",
     "Turn",
     "append_entry",
@@ -82,6 +85,8 @@ FILE = "ledger.jsonl"
 FIRST = "0" * 64  # what the first line has for the hash of the line before
 _LINE = 1 << 20  # bytes of a line, at most
 _SWAPS = 100  # tries to replace the object of a store that others write to
+_SILENT_SECONDS = 2.0  # of a wait for the lock; then it is said what is waited for
+_LOCK_SECONDS = 60.0  # of a wait for the lock, at most
 _SKEW = timedelta(minutes=5)  # machines that share a store have clocks that differ; Kerberos allows as much
 _ACTS_WITHIN = timedelta(minutes=10)  # what a line begins in an object store is done by then, or not at all
 _DEAD_AFTER = timedelta(hours=1)  # a run that began something by then without ending it was killed
@@ -90,6 +95,10 @@ _RECORDS = ("export", "add")  # events that say which archive a name stands for
 _KEY = re.compile(r"[0-9a-f]{64}")  # of a signer: the hash of the key or certificate
 _HASHES = ("manifest_sha256", "merkle_root", "sums_sha256", "ciphertext_sha256")
 _OWN = {"seq", "time", "event", "archive", "by", "prev", "hash"}
+
+
+class LedgerWait(UserWarning):
+    """Another process has the lock of a ledger, and this one waits for it."""
 
 
 def append_entry(store: str, event: str, archive: str, **facts: Any) -> LedgerEntry:
@@ -103,7 +112,8 @@ def append_entry(store: str, event: str, archive: str, **facts: Any) -> LedgerEn
     Raises:
         Corrupt: there is no such folder, or the last line is torn or altered. UsageError: the facts use reserved names,
             or are too large.
-        Unsafe, RemoteError, CkpttoolError: the ledger cannot be opened, locked or written.
+        Locked: another process keeps the ledger locked.
+        Unsafe, RemoteError, CkpttoolError: the ledger is full, or cannot be opened, locked or written.
     """
     with take_turn(store) as mine:
         return mine.append(event, archive, **facts)
@@ -118,7 +128,7 @@ def take_turn(store: str) -> Iterator[Turn]:
 
     Raises:
         Corrupt: the folder does not exist.
-        Unsafe, CkpttoolError: the ledger cannot be opened or locked.
+        Locked: another process keeps the ledger locked. Unsafe, CkpttoolError: it cannot be opened or locked.
     """
     with ExitStack() as held:
         fd = None
@@ -142,13 +152,12 @@ class Turn:
 
         Raises:
             Corrupt: with the number of the first line that is altered or out of order.
-            RemoteError: the store fails.
+            Unsafe: the ledger is too large. RemoteError: the store fails.
         """
         if self._fd is None:
             return read_entries(self.store)
-        with open(self._fd, "rb", closefd=False) as f:
-            f.seek(0)
-            return _parse_chain(f.read(), _get_ledger_path(self.store))
+        path = _get_ledger_path(self.store)
+        return _parse_chain(_read_open_ledger(self._fd, path), path)
 
     def append(
         self,
@@ -169,7 +178,7 @@ class Turn:
 
         Raises:
             Corrupt: the last line is torn or altered; nothing was added.
-            RemoteError, CkpttoolError: the entry cannot be written.
+            Unsafe: the ledger is full. RemoteError, CkpttoolError: the entry cannot be written.
             UsageError: the facts use reserved names, or are too large.
         """
         if taken := sorted(_OWN & facts.keys()):
@@ -230,9 +239,10 @@ def check_writable(store: str) -> list[LedgerEntry]:
 
     Raises:
         Unsupported: the store has no conditional writes.
-        Corrupt: the ledger is damaged.
+        Corrupt: the ledger is damaged. Unsafe: it is full. Locked: another process keeps it locked.
         CkpttoolError: it cannot be opened for writing, or not be locked.
     """
+    path = _get_ledger_path(store)
     if urls.is_url(store):
         if objects.conditional_object(_get_ledger_url(store)) is None:
             raise Unsupported(
@@ -240,12 +250,15 @@ def check_writable(store: str) -> list[LedgerEntry]:
                 "and keep the hashes elsewhere.",
                 code="CKPT0340",
             )
-        return read_entries(store)
-    try:
-        with _open_locked_ledger(store, os.O_RDWR | os.O_APPEND) as fd, open(fd, "rb", closefd=False) as f:
-            return _parse_chain(f.read(), _get_ledger_path(store))
-    except FileNotFoundError:
-        return []
+        data = _read_ledger_bytes(store) or b""
+    else:
+        try:
+            with _open_locked_ledger(store, os.O_RDWR | os.O_APPEND) as fd:
+                data = _read_open_ledger(fd, path)
+        except FileNotFoundError:
+            return []
+    _refuse_full(len(data), path)
+    return _parse_chain(data, path)
 
 
 def read_entries(store: str) -> list[LedgerEntry]:
@@ -532,6 +545,25 @@ def _parse_chain(data: bytes, what: str) -> list[LedgerEntry]:
     return entries
 
 
+def _refuse_full(size: int, what: str) -> None:
+    """Refuse to append to a ledger that has no room for the longest line, since no command reads a larger one.
+
+    Args:
+        size: bytes of the ledger.
+        what: its path, for messages.
+
+    Raises:
+        Unsafe: it has no room.
+    """
+    if size + _LINE > objects.MOST_BYTES:
+        raise Unsafe(
+            f"{what} is full: it has {size:,} bytes, and no command reads one of more than {objects.MOST_BYTES:,}. "
+            "Nothing was written. Keep new archives in another store; `ckpttool audit verify` with "
+            f"{argument('no_ledger', True)} needs no line.",
+            code="CKPT0704",
+        )
+
+
 def _make_torn_error(what: str, number: int, at: int, size: int) -> Corrupt:
     """Return the error for a last line that does not end with a newline.
 
@@ -560,10 +592,28 @@ def _read_ledger_bytes(store: str) -> bytes | None:
         data, token = objects.get_with_token(_get_ledger_url(store))
         return None if token is None else data
     try:
-        with _open_locked_ledger(store, os.O_RDONLY) as fd, open(fd, "rb", closefd=False) as f:
-            return f.read()
+        with _open_locked_ledger(store, os.O_RDONLY) as fd:
+            return _read_open_ledger(fd, _get_ledger_path(store))
     except FileNotFoundError:
         return None
+
+
+def _read_open_ledger(fd: int, path: str) -> bytes:
+    """Return the whole ledger of a folder.
+
+    Args:
+        fd: the open, locked ledger.
+        path: of it, for messages.
+
+    Raises:
+        Unsafe: it is too large to be read whole.
+    """
+    size = os.fstat(fd).st_size
+    if size > objects.MOST_BYTES:
+        raise objects.too_large_error(path, size)
+    with open(fd, "rb", closefd=False) as f:
+        f.seek(0)
+        return f.read(size)
 
 
 @contextmanager
@@ -576,6 +626,7 @@ def _open_locked_ledger(store: str, flags: int) -> Iterator[int]:
     Raises:
         FileNotFoundError: there is no ledger.
         Unsafe: it is not a regular file.
+        Locked: another process keeps it locked.
         CkpttoolError: it cannot be opened or locked.
     """
     import fcntl
@@ -592,15 +643,53 @@ def _open_locked_ledger(store: str, flags: int) -> Iterator[int]:
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise Unsafe(f"{path} is not a regular file.", code="CKPT0702")
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH if flags == os.O_RDONLY else fcntl.LOCK_EX)
-        except OSError as e:
-            raise CkpttoolError(
-                f"{path} cannot be locked: {e.strerror}. Nothing was read from it or written."
-            ) from None
+        _lock_ledger(fd, fcntl.LOCK_SH if flags == os.O_RDONLY else fcntl.LOCK_EX, path)
         yield fd
     finally:
         os.close(fd)
+
+
+def _lock_ledger(fd: int, how: int, path: str) -> None:
+    """Lock an open ledger, and wait for another process that has the lock, with a warning after two seconds.
+
+    Whoever may read the ledger can lock it, so the wait has an end.
+
+    Args:
+        fd: the open ledger.
+        how: fcntl.LOCK_SH or LOCK_EX.
+        path: of the ledger, for messages.
+
+    Raises:
+        Locked: another process has had the lock for `_LOCK_SECONDS`.
+        CkpttoolError: it cannot be locked.
+    """
+    import fcntl
+
+    began, told, pause = time.monotonic(), False, 0.01
+    while True:
+        try:
+            fcntl.flock(fd, how | fcntl.LOCK_NB)
+            return
+        except OSError as e:
+            if e.errno not in (errno.EAGAIN, errno.EACCES):
+                raise CkpttoolError(
+                    f"{path} cannot be locked: {e.strerror}. Nothing was read from it or written."
+                ) from None
+        waited = time.monotonic() - began
+        if waited >= _LOCK_SECONDS:
+            raise Locked(
+                f"{path} is locked by another process, and was so for {_LOCK_SECONDS:g} seconds. Nothing was read from "
+                f"it or written. `fuser -v {shlex.quote(path)}` names the process: wait for it, or stop it."
+            )
+        if waited >= _SILENT_SECONDS and not told:
+            told = True
+            warnings.warn(
+                f"{path} is locked by another process; this one waits for it, {_LOCK_SECONDS:g} seconds at most",
+                LedgerWait,
+                stacklevel=2,
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
 
 
 def _append_to_file(store: str, fd: int, facts: LedgerEntry) -> LedgerEntry:
@@ -609,11 +698,13 @@ def _append_to_file(store: str, fd: int, facts: LedgerEntry) -> LedgerEntry:
 
     Raises:
         Corrupt: the last line is torn or altered. UsageError: the facts are not plain data, or too large.
+        Unsafe: the ledger is full.
         CkpttoolError: the line cannot be written (NoSpace: for lack of room); the ledger is as it was.
     """
     path = _get_ledger_path(store)
     try:
         size = os.fstat(fd).st_size
+        _refuse_full(size, path)
         entry, line = _make_entry(facts, _read_last_entry(fd, size, path))
         try:
             if os.write(fd, line) != len(line):
@@ -683,7 +774,7 @@ def _append_to_object(
             there are no such fields.
 
     Raises:
-        Corrupt: the ledger is damaged.
+        Corrupt: the ledger is damaged. Unsafe: it is full.
         UsageError: the facts are not plain data, or too large.
         RemoteError: the store fails, or others wrote to it at every try; nothing was added.
     """
@@ -693,6 +784,7 @@ def _append_to_object(
         data, token = objects.get_with_token(url)
         if sent and data.startswith(sent[1]):
             return sent[0]  # it had been written, only the answer was lost
+        _refuse_full(len(data), what)
         entries = _parse_chain(data, what)
         more = following(entries) if following is not None else {}
         entry, line = _make_entry({**facts, **more}, entries[-1] if entries else None)

@@ -8,7 +8,6 @@ used only if the manifest confirms them.
 from __future__ import annotations
 
 import base64
-import os
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -85,7 +84,8 @@ def collect_provenance(
     out["versions"] = {"python": platform.python_version(), **installed}
     out["notes"] = list(ckpt.notes)
     out["order"] = list(ckpt.tensors)
-    out["origin"] = [[list(a), list(b)] for a, b in sorted(ckpt.origin.items(), key=lambda kv: joined(kv[0]))]
+    origin = ([list(a), list(b)] for a, b in sorted(ckpt.origin.items(), key=lambda kv: joined(kv[0])))
+    out["origin"] = [pair for pair in origin if _is_list_of_path_pairs([pair])]
     out["tied"] = tied_weights(ckpt.tensors)
     out["config_files"] = {
         n: _encode_config_file(data) for n, data in model_files.read_training_files(source, config).items()
@@ -145,7 +145,7 @@ def decode_config_files(record: Mapping[str, Any], what: str) -> dict[str, bytes
     """
     out = {}
     for name, f in (record.get("config_files") or {}).items():
-        if os.path.basename(name) != name or name in ("", ".", "..") or not name.isprintable() or "\\" in name:
+        if not model_files.is_plain_file_name(name):
             raise Unsafe(
                 f"{what}: {tarball.shorten_name(name)} is not the name of a configuration file.", code="CKPT0702"
             )

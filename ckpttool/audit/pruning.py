@@ -23,6 +23,7 @@ from .archive import ENCRYPTED, ArchiveFacts
 from .archive_store import (
     History,
     ListingRow,
+    describe_unfinished_change,
     explain_protection,
     get_export_time,
     get_identifying_fields,
@@ -83,7 +84,7 @@ def prune(
         RemoteError, CkpttoolError: the store or the ledger cannot be read or written.
     """
     _check_policies(keep_last, keep_within, keep_every)
-    now = (now or datetime.now(UTC)).astimezone(UTC)
+    store, now = urls.make_absolute(store), (now or datetime.now(UTC)).astimezone(UTC)
     history = History.of(store)
     names = list_archive_names(store)
     if names and history.lines is None and not no_ledger:
@@ -248,7 +249,11 @@ def _delete_archive(store: str, row: ListingRow, source: Source, history: Histor
             if fresh.exists(sidecar.get_hold_file_name(row.name)):
                 files[row.name] = read_hold_events(fresh, row.name)
         lines = [e for e in history.lines or () if e["seq"] < entry["seq"]]
-        why = explain_protection(make_listing_row(row.name, known, History(lines, files, history.recorded)), now)
+        then = History(lines, files, history.recorded, history.names)
+        why = explain_protection(make_listing_row(row.name, known, then), now)
+        begun = None if turn.alone else ledger.find_unfinished_change(lines, row.name)
+        if not why and begun is not None and begun["event"] == "replace":
+            why = describe_unfinished_change(begun)
         if not why and not turn.alone and not ledger.may_still_carry_out(entry):
             why = (
                 f"the deletion that line {entry['seq']} of the ledger announced comes too late; others may rely on the "

@@ -135,8 +135,8 @@ def read_sidecar(source: Source, file: str) -> dict[str, Any]:
     blocks = hashes.get("blocks")
     if (
         not isinstance(blocks, list)
-        or not all(isinstance(b, str) for b in blocks)
-        or type(hashes.get("bytes")) is not int
+        or not all(isinstance(b, str) for b in (*blocks, hashes.get("sha256"), hashes.get("blake3")))
+        or not all(type(hashes.get(k)) is int for k in ("bytes", "block_bytes"))
     ):
         raise Corrupt(f"{what} is damaged: the hashes of the ciphertext are missing.", code="CKPT0425")
     return parsed

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 from ..engine.copy.fill import Progress, silent
 from ..engine.workers.executors import WorkersSpec, serve_if_worker
-from ..errors import CkpttoolError, Corrupt, Differs, Unsafe, UsageError, argument
+from ..errors import CkpttoolError, Corrupt, Differs, Locked, Unsafe, UsageError, argument
 from ..layouts import place
 from ..storage import urls
 from ..storage.source import Source
@@ -65,7 +65,8 @@ def verify(
     Raises:
         Differs: signature, checkpoint or root differ, or it is not the recorded archive.
         UsageError: arguments that contradict each other, no key that fits, or nothing to compare with. Corrupt: the
-            ledger, the sidecar or the ciphertext is damaged. Damage of the archive itself is in the verdict.
+            ledger, the sidecar or the ciphertext is damaged. Damage of the archive itself is in the verdict. Locked:
+            another process keeps the ledger locked.
     """
     serve_if_worker(workers)
     _refuse_quick_workers(quick, workers)
@@ -111,7 +112,8 @@ def verify(
             )
         in_store.compare(found, by_ledger)
     except (Corrupt, Differs) as e:
-        in_store.append_line(sound=False, depth="quick" if quick else "full", why=str(e)[:500])
+        if lost := in_store.append_line(sound=False, depth="quick" if quick else "full", why=str(e)[:500]):
+            e.add_note(lost)
         raise
     finally:
         source.close()
@@ -152,13 +154,14 @@ class _InStore:
             in_ledger: whether to append the result of the verification to the ledger, if there is one.
 
         Raises:
-            Corrupt, Unsafe: the ledger is damaged, and `in_ledger` is set.
+            Corrupt, Unsafe: the ledger is damaged, and `in_ledger` is set. Locked: another process keeps it locked, and
+                `in_ledger` is set.
         """
         try:
             lines = ledger.read_entries_or_none(store)
             return cls(store, file, lines, None, in_ledger and lines is not None)
         except CkpttoolError as e:
-            if in_ledger and isinstance(e, (Corrupt, Unsafe)):
+            if in_ledger and isinstance(e, (Corrupt, Locked, Unsafe)):
                 raise
             return cls(store, file, None, f"not compared with it: {e}", False)
 
@@ -203,8 +206,9 @@ class _InStore:
             found.against = "what the ledger recorded at the export"
 
     def record_result(self, found: ArchiveVerdict) -> ArchiveVerdict:
-        """Append a line with the verdict to the ledger, if it may be written; returns the verdict."""
-        self.append_line(
+        """Append a line with the verdict to the ledger, if it may be written; returns the verdict, with a warning if it
+        is bad and the line could not be written."""
+        lost = self.append_line(
             sound=not found.findings,
             depth=found.depth,
             merkle_root=found.merkle_root,
@@ -213,23 +217,35 @@ class _InStore:
             bytes=found.file_bytes,
             why=str(found.findings[0])[:500] if found.findings else None,
         )
+        if lost:
+            found.warnings.append(lost)
         return found
 
-    def append_line(self, **facts: object) -> None:
+    def append_line(self, *, sound: bool, **facts: object) -> str:
         """Append a "verify" line with these facts to the ledger, if `appends` is set.
 
         A failure is ignored in an object store, and if this user may not write to the ledger.
 
+        Args:
+            sound: whether the archive is sound. If it is not, the caller reports that, whatever fails here.
+            facts: further fields of the line.
+
+        Returns:
+            Why the line is missing, if the archive is not sound and the ledger in a folder is writable; otherwise "".
+
         Raises:
-            CkpttoolError, OSError: the line could not be written to a writable ledger in a folder.
+            CkpttoolError, OSError: the line of a sound archive could not be written to a writable ledger in a folder.
         """
         if not self.appends:
-            return
+            return ""
         try:
-            ledger.append_entry(self.store, "verify", self.file, **facts)
-        except (CkpttoolError, OSError):
+            ledger.append_entry(self.store, "verify", self.file, sound=sound, **facts)
+        except (CkpttoolError, OSError) as e:
             if not urls.is_url(self.store) and os.access(os.path.join(self.store, "ledger.jsonl"), os.W_OK):
-                raise
+                if sound:
+                    raise
+                return f"this verdict is not in the ledger: {str(e).rstrip('.')}"
+        return ""
 
 
 def _parse_root(text: str) -> str:

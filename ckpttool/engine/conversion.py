@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Unpack
 
+from .. import layouts
 from ..errors import CkpttoolError, Interrupted, UsageError, argument, get_change, note_change
 from ..index.checkpoint import TensorEntry
 from ..index.draft import Draft
@@ -218,8 +219,6 @@ def run_conversion(
             proof = LogitProof(src, reading, writing) if running.prove_logits else None
             if proof is not None:
                 proof.check()
-            if running.force:
-                target.check_replaceable(dst)
             budget = choose_io_budget(running.max_memory_bytes, running.threads, opened.source)
             destination = open_destination(dst, target.is_file, draft, planned.id, running.force)
             if writing.change:
@@ -368,7 +367,7 @@ def _commit_destination(
         CkpttoolError: the destination cannot be written or read back.
     """
     planned.opened.source.assert_unchanged()
-    with planned.target.replacing(dst) if running.force else nullcontext():
+    with layouts.replacing(dst) if running.force else nullcontext():
         destination.commit()
     log_step("committed %s", urls.display_path(dst))
     if not filled.readable and running.verify:  # an object can be read when it is there, and not before

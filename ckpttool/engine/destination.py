@@ -67,6 +67,7 @@ def refuse_destination(dst: str, where: str, force: bool) -> None:
         refuse_target(where, not os.path.isdir(where), force)
     if force:
         _refuse_non_checkpoint(dst)
+        layouts.check_replaceable(dst)
 
 
 def check_destination(src: CheckpointPath, dst: str | os.PathLike[str], planned: Plan, force: bool) -> int | None:
@@ -87,8 +88,6 @@ def check_destination(src: CheckpointPath, dst: str | os.PathLike[str], planned:
     refuse_overlapping_destination(src, dst)
     where = urls.display_path(dst)
     refuse_destination(dst, where, force)
-    if force:
-        planned.target.check_replaceable(dst)
     if urls.is_url(dst):
         return None
     refuse_target(where, planned.target.is_file, force)

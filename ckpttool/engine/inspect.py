@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from .. import layouts
 from ..errors import CkpttoolError, DestinationExists, UsageError, argument
 from ..formats.shown_values import list_instance_classes, to_readable
 from ..huggingface import encodings, lora, model_files
@@ -185,7 +186,7 @@ def check_page_file(file: str | os.PathLike[str], source: str, force: bool) -> N
         force: whether an existing file may be replaced.
 
     Raises:
-        DestinationExists: there is a folder, or a file and `force` is not set.
+        DestinationExists: there is a folder, or a file and `force` is not set, or an archive that must be kept.
         UsageError: it is a URL, or lies in the checkpoint.
     """
     where, inside = os.path.realpath(file), os.path.realpath(source)
@@ -198,6 +199,7 @@ def check_page_file(file: str | os.PathLike[str], source: str, force: bool) -> N
     if os.path.isdir(where) or (os.path.lexists(file) and not force):
         what = "a folder" if os.path.isdir(where) else f"already there; {argument('force', True)} replaces it"
         raise DestinationExists(f"{file} is {what}.", code="CKPT0601")
+    layouts.check_replaceable(where)
 
 
 def _record_drawing(drawing: RenderableType) -> Console:
@@ -266,9 +268,6 @@ def summarise(
     order = ("model", "optim", "scheduler", "scaler", "rng", "dataloader", "trainer", "extra")
     wrong = opened.describe_sampled_masters()
     shown = urls.redact_url(os.fspath(path)) if urls.is_url(path) else os.fspath(path)
-    following = _describe_next_step(opened, shown)
-    if wrong and "resumes" in following:  # a job would, with the wrong numbers
-        following = Advice(ckpt, shown).convert("--only model")
     return Summary(
         path=urls.display_path(path),
         layout=ckpt.layout,
@@ -289,7 +288,7 @@ def summarise(
             *([f"only {', '.join(only)} was looked at"] if only is not None else []),
         ],
         not_read=[r.to_json() for r in ckpt.unread],
-        next=following,
+        next=_describe_next_step(opened, shown, wrong is not None),
         adapter=_describe_adapter(ckpt, opened.source),
         encoding=_describe_encoding(opened),
         weights=describe_weight_sets(ckpt) if ckpt.derived is None else [],
@@ -307,17 +306,18 @@ def _compute_job_memory(ckpt: Checkpoint, sizes: SizeRequest) -> JobMemory | Non
     return compute_job_memory(ckpt, sizes)
 
 
-def _describe_next_step(opened: OpenCheckpoint, path: str) -> str:
+def _describe_next_step(opened: OpenCheckpoint, path: str, has_wrong_masters: bool) -> str:
     """Return one line of advice on what to do with a checkpoint, or with the part of it that was opened.
 
     Args:
         path: path or URL of the checkpoint, for the commands in it.
+        has_wrong_masters: whether some fp32 masters do not round to their weights.
     """
     record = opened.recorded()
     if opened.selection.by_component and (record is None or record.selection is None):
         if opened.selection.only is not None:  # what else there is was not looked at
             return f"only a part was looked at; of the whole: ckpttool inspect {Advice(opened.checkpoint, path).quoted}"
-        return next_step(opened.checkpoint, path, opened.source.exists)
+        return next_step(opened.checkpoint, path, opened.source.exists, has_wrong_masters)
     return f"a part of a checkpoint: ckpttool.open reads its tensors, and convert writes it. {NOT_RESUMED}"
 
 

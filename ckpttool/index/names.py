@@ -108,15 +108,19 @@ COUNTERS = frozenset(
 _STEPS = ("step", "global_step", "steps", "global_steps", "num_steps", "iteration")
 
 
+_MAX_STEPS = 1 << 56  # an archive's record has no larger numbers
+
+
 def step_count(values: Callable[[str], object]) -> int | None:
-    """Return the number of optimizer steps that the trainer has counted; None where it keeps no such count.
+    """Return the number of optimizer steps that the trainer has counted; None where it keeps no such count, or one that
+    no training can reach.
 
     Args:
         values: returns the data of a value by its canonical name ("trainer.step"), None where there is none.
     """
     for name in _STEPS:
         found = values(f"trainer.{name}")
-        if type(found) is int and found >= 0:
+        if type(found) is int and 0 <= found <= _MAX_STEPS:
             return found
     return None
 

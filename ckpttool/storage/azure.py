@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ..errors import RemoteError, UsageError
-from .answer_limits import LIMITS, current_budget, watch_upload
+from ..errors import UsageError
+from .answer_limits import current_budget, watch_upload
 from .retries import NotFound, with_retries
 from .urls import redact_url
 
@@ -114,35 +114,29 @@ class AzureObject:
         return with_retries(self.url, lambda: sync(self.fs.loop, call), writes=method in _WRITES)
 
     def head(self) -> dict[str, Any] | None:
-        """Return {"ContentLength": bytes of the blob, "Metadata": {name: value}}, with the keys of `S3Object.head`;
-        None if the blob does not exist."""
+        """Return {"ContentLength": bytes of the blob, "ETag", "Metadata": {name: value}}, with the keys of
+        `S3Object.head`; None if the blob does not exist."""
         try:
             found = self.request("get_blob_properties")
         except NotFound:
             return None
-        return {"ContentLength": found.size, "Metadata": found.metadata or {}}
+        return {"ContentLength": found.size, "ETag": str(found.etag), "Metadata": found.metadata or {}}
 
-    def read(self) -> tuple[bytes, str]:
-        """Return (bytes of a small blob, its ETag).
-
-        Raises:
-            NotFound: there is none.
-        """
+    def read_range(self, start: int, n: int, token: str | None = None) -> tuple[bytes, int, str]:
+        """Read a part of the blob, as `S3Object.read_range` does. It is one request, so `n` is at most 8 MiB."""
+        from azure.core import MatchConditions
         from fsspec.asyn import sync
 
+        same = {} if token is None else {"etag": token, "match_condition": MatchConditions.IfNotModified}
+
         async def call() -> tuple[bytes, Any]:
-            """Read the blob once, in fsspec's event loop."""
+            """Read the bytes once, in fsspec's event loop."""
             client = self.fs.service_client.get_blob_client(self.container, self.key)
-            stream = await client.download_blob()
-            if stream.size > LIMITS.answer_bytes:
-                raise RemoteError(
-                    f"{self.url} has {stream.size:,} bytes, more than the {LIMITS.answer_bytes:,} of a small object.",
-                    code="CKPT0906",
-                )
+            stream = await client.download_blob(offset=start, length=n, **same)
             return await stream.readall(), stream.properties
 
         data, properties = with_retries(self.url, lambda: sync(self.fs.loop, call))
-        return data, str(properties.etag)
+        return data, int(properties.content_range.rpartition("/")[2]), str(properties.etag)
 
     def put(self, data: bytes, token: str | None) -> None:
         """Write a small blob on the condition that it is unchanged, or that it does not exist.

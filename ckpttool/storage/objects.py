@@ -13,20 +13,22 @@ import io
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime
 from typing import IO, TYPE_CHECKING, Any
 
-from ..errors import DestinationExists, RemoteError, Unsupported, UsageError, argument
+from ..errors import DestinationExists, RemoteError, Unsafe, Unsupported, UsageError, argument
 from .answer_limits import current_budget, watch_upload
 from .azure import AzureObject, is_azure
 from .listings import follow_pages, get_protocols
-from .remote import filesystem_for
-from .retries import POLICY, ConditionFailed, Denied, NotFound, NotOffered, with_retries
-from .urls import redact_url
+from .remote import RemoteSource, filesystem_for
+from .retries import POLICY, BadRange, ConditionFailed, Denied, NotFound, NotOffered, with_retries
+from .urls import redact_url, split_url
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 __all__ = [
+    "MOST_BYTES",
     "NO_LOCK",
     "S3Answer",
     "S3Object",
@@ -39,11 +41,16 @@ __all__ = [
     "put_if_unchanged",
     "s3_object",
     "set_legal_hold",
+    "too_large_error",
 ]
 
 #: An answer of S3's API, or a part of one, as botocore parses it.
 S3Answer = dict[str, Any]
 
+#: How many bytes a ledger, or another object that is read whole, may have.
+MOST_BYTES = 256 << 20
+_PIECE_BYTES = 8 << 20  # of one request
+_READS = 20  # tries to read an object that others replace meanwhile
 _WRITES = frozenset({"upload_part", "put_object", "complete_multipart_upload"})
 # How stores say that a bucket has no object lock.
 NO_LOCK = re.compile(r"object ?lock|lock configuration|NotImplemented|MethodNotAllowed", re.IGNORECASE)
@@ -83,7 +90,8 @@ class S3Object:
                 body.seek(0)
             asked = getattr(client, method)(Bucket=self.bucket, **kwargs)
             budget = current_budget()
-            answer: S3Answer = await (watch_upload(asked, body, budget) if budget and budget.writes else asked)
+            sent = None if body is None else body.tell
+            answer: S3Answer = await (watch_upload(asked, sent, budget) if budget and budget.writes else asked)
             if read_body:
                 async with answer["Body"] as stream:
                     answer["Body"] = await stream.read()
@@ -91,14 +99,27 @@ class S3Object:
 
         return with_retries(self.url, lambda: sync(self.fs.loop, call), writes=method in _WRITES)
 
-    def read(self) -> tuple[bytes, str]:
-        """Return (bytes of a small object, its ETag).
+    def read_range(self, start: int, n: int, token: str | None = None) -> tuple[bytes, int, str]:
+        """Read a part of the object: (`n` bytes from byte `start` on, or fewer at the end; bytes of the whole object;
+        its ETag).
+
+        Args:
+            start, n: first byte and number of bytes.
+            token: the ETag that the object must still have; None: any.
 
         Raises:
-            NotFound: there is none.
+            NotFound: there is none. ConditionFailed: it has another ETag. BadRange: it ends before byte `start`.
         """
-        answer = self.request("get_object", read_body=True, Key=self.key)
-        return answer["Body"], get_required_value(answer, "ETag", self.url)
+        condition: S3Answer = {} if token is None else {"IfMatch": token}
+        what = f"bytes={start}-{start + n - 1}"
+        answer = self.request("get_object", read_body=True, Key=self.key, Range=what, **condition)
+        data: bytes = answer["Body"]
+        found = re.fullmatch(r"bytes \d+-\d+/(\d{1,19})", answer.get("ContentRange", f"bytes 0-0/{len(data)}"))
+        if found is None:
+            raise RemoteError(
+                f"{self.url}: the store does not say how many bytes it has. Check that it speaks S3.", code="CKPT0906"
+            )
+        return data, int(found[1]), get_required_value(answer, "ETag", self.url)
 
     def put(self, data: bytes, token: str | None) -> None:
         """Write a small object on the condition that it is unchanged, or that it does not exist.
@@ -146,7 +167,9 @@ class S3Object:
         following = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
         try:
             for page in self.pages("list_multipart_uploads", following, Prefix=prefix):
-                found += [(old["Key"], old["UploadId"]) for old in page.get("Uploads", []) if ours(old["Key"])]
+                for old in page.get("Uploads", []):
+                    if ours(key := get_required_value(old, "Key", self.url)):
+                        found.append((key, get_required_value(old, "UploadId", self.url)))
         except RemoteError:
             return []
         return found
@@ -369,12 +392,19 @@ def delete_object_versions(url: str) -> None:
 
 
 def _list_versions(at: S3Object) -> list[str]:
-    """List the version ids of an object, delete markers included, oldest first and the latest version last."""
-    found: list[S3Answer] = []
+    """List the version ids of an object, delete markers included, oldest first and the latest version last.
+
+    Raises:
+        RemoteError: the store fails, or gives no key, id or time of a version.
+    """
+    found: list[tuple[bool, datetime, str]] = []
     following = {"KeyMarker": "NextKeyMarker", "VersionIdMarker": "NextVersionIdMarker"}
     for page in at.pages("list_object_versions", following, Prefix=at.key):
-        found += [v for v in (*page.get("Versions", []), *page.get("DeleteMarkers", [])) if v["Key"] == at.key]
-    return [v["VersionId"] for v in sorted(found, key=lambda v: (bool(v.get("IsLatest")), v["LastModified"]))]
+        for row in (*page.get("Versions", []), *page.get("DeleteMarkers", [])):
+            key, version, when = (get_required_value(row, k, at.url) for k in ("Key", "VersionId", "LastModified"))
+            if key == at.key:
+                found.append((bool(row.get("IsLatest")), when, version))
+    return [version for _, _, version in sorted(found, key=lambda v: v[:2])]
 
 
 def set_legal_hold(url: str, *, on: bool) -> bool:
@@ -398,21 +428,81 @@ def set_legal_hold(url: str, *, on: bool) -> bool:
     return True
 
 
+def too_large_error(path: str, size: int) -> Unsafe:
+    """Return the error for a file or object of more than `MOST_BYTES` bytes that would be read whole.
+
+    Args:
+        path: of it, or its URL without credentials.
+        size: its bytes.
+    """
+    return Unsafe(
+        f"{path} has {size:,} bytes. It is read into memory whole, so more than {MOST_BYTES:,} are refused, and "
+        "ckpttool writes no such file. Take another copy.",
+        code="CKPT0704",
+    )
+
+
 def get_with_token(url: str) -> tuple[bytes, str | None]:
-    """Read a small object for a later conditional write: (its bytes, token for `put_if_unchanged`); (b"", None) if it
-    does not exist. The token is "" in a store without conditional writes.
+    """Read an object for a later conditional write: (its bytes, token for `put_if_unchanged`); (b"", None) if it does
+    not exist. The token is "" in a store without conditional writes.
 
     Raises:
+        Unsafe: it has more than `MOST_BYTES` bytes.
         RemoteError: the store fails.
     """
     at = conditional_object(url)
     try:
-        if at is None:
-            fs, path, _ = filesystem_for(url)
-            return with_retries(redact_url(url), lambda: fs.cat_file(path)), ""
-        return at.read()
+        if at is not None:
+            return _read_in_ranges(at)
     except NotFound:
         return b"", None
+    folder, name = split_url(url)
+    source = RemoteSource(folder)
+    if not source.exists(name):
+        return b"", None
+    if (size := source.size(name)) > MOST_BYTES:
+        raise too_large_error(redact_url(url), size)
+    return source.read(name, 0, size), ""
+
+
+def _read_in_ranges(at: S3Object | AzureObject) -> tuple[bytes, str]:
+    """Return (all bytes of an object, its ETag). No more is read of any answer than was asked for, and every byte is of
+    the object that has this ETag.
+
+    Raises:
+        NotFound: there is none.
+        Unsafe: it has more than `MOST_BYTES` bytes.
+        RemoteError: the store fails, or others replaced the object during every try.
+    """
+    for _ in range(_READS):
+        try:
+            data, size, token = at.read_range(0, _PIECE_BYTES)
+        except BadRange:  # no object without bytes has a first one
+            if (found := at.head()) is None or found["ContentLength"]:
+                continue
+            return b"", get_required_value(found, "ETag", at.url)
+        if size > MOST_BYTES:
+            raise too_large_error(at.url, size)
+        pieces = [data]
+        try:
+            for start in range(_PIECE_BYTES, size, _PIECE_BYTES):
+                data, *now = at.read_range(start, _PIECE_BYTES, token)
+                if now != [size, token]:  # a store that ignores the condition
+                    raise ConditionFailed(f"{at.url} was replaced while it was read.")
+                pieces.append(data)
+        except (BadRange, ConditionFailed):
+            continue
+        whole = b"".join(pieces)
+        if len(whole) != size:
+            raise RemoteError(
+                f"{at.url}: the store says that it has {size:,} bytes, and sends {len(whole):,}. Check the store and "
+                "the proxy.",
+                code="CKPT0906",
+            )
+        return whole, token
+    raise RemoteError(
+        f"{at.url}: somebody else replaced it each of the {_READS} times we read it. Try again.", code="CKPT0908"
+    )
 
 
 def put_if_unchanged(url: str, data: bytes, token: str | None) -> bool:

@@ -25,12 +25,13 @@ from stores import moto
 
 import ckpttool
 from ckpttool.audit import archive_plan as plan
-from ckpttool.audit import archive_store, byte_planes, ledger, manifest, pruning
+from ckpttool.audit import archive_store, byte_planes, ledger, manifest, provenance, pruning
 from ckpttool.audit.archive import Archive, read_facts
 from ckpttool.audit.archive_options import ArchiveOptions
 from ckpttool.audit.archive_verification import verify_archive
 from ckpttool.audit.export import Exported, export, restore
 from ckpttool.audit.verify_in_store import verify
+from ckpttool.engine.inspect import check_page_file
 from ckpttool.engine.opening import open as open_checkpoint
 from ckpttool.errors import CkpttoolError, Corrupt, DestinationExists, Differs, NoSpace, Unsupported, UsageError
 from ckpttool.storage.source import Source
@@ -288,9 +289,12 @@ def test_every_dtype_comes_back_and_tied_weights_stay_tied(saved: Path, tmp_path
 
 
 def test_an_hf_folder_comes_back_with_its_config(tmp_path: Path) -> None:
-    case = FIXTURES / "hf_tied/ckpt"
+    case = shutil.copytree(FIXTURES / "hf_tied/ckpt", tmp_path / "case")
+    (case / "additional_chat_templates").mkdir()
+    (case / "additional_chat_templates/tool.jinja").write_text("{{ tool }}")  # as transformers saves a second one
     archived(case, tmp_path / "a.tar.zst")
     restore(str(tmp_path / "a.tar.zst"), tmp_path / "hf", to="hf")
+    assert (tmp_path / "hf/additional_chat_templates/tool.jinja").read_text() == "{{ tool }}"
     weights = {p.name: p.read_bytes() for p in case.iterdir() if p.suffix == ".safetensors"}
     assert weights and {n: (tmp_path / "hf" / n).read_bytes() for n in weights} == weights
     said = json.loads((tmp_path / "hf/config.json").read_text())
@@ -517,6 +521,47 @@ def test_a_sealed_archive_is_added_if_its_ciphertext_is_the_one_described(
     assert verify(str(path), deep=True).findings == []
 
 
+def test_a_sidecar_without_a_hash_is_damaged(tmp_path: Path, keys: tuple[Path, str]) -> None:
+    path = tmp_path / "a.tar.zst.age"
+    export(small(tmp_path / "s.pt"), str(path), ArchiveOptions(recipients=(keys[1],)), in_ledger=False)
+    beside = tmp_path / "a.tar.zst.age.json"
+    good = json.loads(beside.read_text())
+    for key in good["ciphertext"]:
+        for bad in ({}, {key: None}, {key: [5]}, {key: True}, {key: 5 if key not in ("bytes", "block_bytes") else "5"}):
+            rest = {k: v for k, v in good["ciphertext"].items() if k != key}
+            beside.write_text(json.dumps(good | {"ciphertext": rest | bad}))
+            for quick in (True, False):
+                with pytest.raises(Corrupt, match="hashes of the ciphertext are missing"):
+                    verify(str(path), quick=quick)
+    beside.write_text(json.dumps(good))
+    assert verify(str(path), quick=True).findings == []
+
+
+def test_a_bad_verdict_is_told_though_the_ledger_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise NoSpace("ledger.jsonl: No space left on device.")
+
+    a, b = (str(tmp_path / f"{n}.tar.zst") for n in "ab")
+    export(small(tmp_path / "s.pt"), a, ArchiveOptions())
+    torch.save({"model": {"w": torch.arange(7.0)}}, tmp_path / "t.pt")
+    export(tmp_path / "t.pt", b, ArchiveOptions())
+    monkeypatch.setattr(ledger, "append_entry", full)
+    with pytest.raises(NoSpace, match="No space left"):
+        verify(a)
+    shutil.copy(a, b)
+    with pytest.raises(Differs, match="another archive") as swapped:
+        verify(b)
+    why = "this verdict is not in the ledger: ledger.jsonl: No space left on device"
+    assert swapped.value.__notes__ == [why]
+    with open(a, "r+b") as f:
+        f.seek(1000)
+        f.write(b"damage")
+    found = verify(a)
+    assert found.findings and found.warnings == [why]
+
+
 def test_an_export_on_a_clock_that_went_back_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Later(datetime):
         @classmethod
@@ -718,6 +763,57 @@ def test_what_no_reader_would_take_is_not_written(tmp_path: Path) -> None:
     archived(tmp_path / "s.pt", tmp_path / "a.tar.zst")
     restore(str(tmp_path / "a.tar.zst"), tmp_path / "b.pt", to="full")
     assert torch.load(tmp_path / "b.pt", weights_only=True)["text"] == "x" * 10_000_000
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"step": 1 << 62}, {"optim": {"param_groups": torch.ones(2)}}, {"a": {"b": torch.ones(1)}, "step": -1},
+    ],
+    ids=["step", "groups", "names"],
+)  # fmt: skip
+def test_what_is_exported_encrypted_can_be_read(tmp_path: Path, keys: tuple[Path, str], odd: dict[str, Any]) -> None:
+    """Nobody reads it back when it is written, so the records must be right from the start."""
+    deep: Any = torch.ones(3)
+    for _ in range(70):
+        deep = {"x": deep}
+    torch.save({"model": {"w": torch.ones(2), "deep": deep}, **odd}, tmp_path / "s.pt")
+    archived(tmp_path / "s.pt", tmp_path / "a.tar.zst.age", recipients=(keys[1],))
+    restore(str(tmp_path / "a.tar.zst.age"), tmp_path / "b.pt", to="full", identities=[str(keys[0])])
+    assert ckpttool.diff(tmp_path / "b.pt", tmp_path / "s.pt").equal
+
+
+def test_records_that_no_reader_accepts_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(provenance._KINDS, "versions", lambda x: False)
+    with pytest.raises(Unsupported, match=r"could not be read again: PROVENANCE.json: its entry 'versions'"):
+        archived(small(tmp_path / "s.pt"), tmp_path / "a.tar.zst")
+    assert os.listdir(tmp_path) == ["s.pt"]
+
+
+def test_nothing_replaces_an_archive_on_hold(tmp_path: Path) -> None:
+    """Neither another archive, nor a checkpoint or page of any kind."""
+    src, store = small(tmp_path / "s.pt"), tmp_path / "ck"
+    ckpttool.convert(src, store, to="dcp", world_size=1)
+    export(src, str(store / "a.tar.zst"), ArchiveOptions(hold="case 1"))
+    before = {p.name: p.read_bytes() for p in store.iterdir()}
+    for dst, how in ((store / "a.tar.zst", {"to": "full"}), (store, {"to": "dcp", "world_size": 1})):
+        with pytest.raises(DestinationExists, match=r"under legal hold: case 1|in it, which .* would delete"):
+            ckpttool.convert(src, dst, force=True, **how)
+    with pytest.raises(DestinationExists, match="under legal hold"):
+        check_page_file(store / "a.tar.zst", str(src), force=True)
+    assert {p.name: p.read_bytes() for p in store.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["x.tar.zst", "x.tar.zst.age", "x.safetensors"])
+def test_a_file_is_not_named_like_one_of_another_layout(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match=r"another kind of file than .* Let the name end in \.pt or"):
+        ckpttool.convert(small(tmp_path / "s.pt"), tmp_path / name, to="full")
+
+
+def test_an_encrypted_archive_for_a_url_needs_a_folder_here(tmp_path: Path, keys: tuple[Path, str]) -> None:
+    archived(small(tmp_path / "s.pt"), tmp_path / "a.tar.zst.age", recipients=(keys[1],))
+    with pytest.raises(UsageError, match=r"scratch='FOLDER'"):
+        restore(str(tmp_path / "a.tar.zst.age"), "s3://bucket/x.pt", identities=[str(keys[0])], to="full")
 
 
 def test_a_damaged_frame_of_many_tensors_is_one_line(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -25,7 +27,17 @@ from hypothesis import strategies as st
 from stores import Flaky, first
 
 from ckpttool.audit import ledger
-from ckpttool.errors import CkpttoolError, Corrupt, Differs, NoSpace, RemoteError, Unsafe, Unsupported, UsageError
+from ckpttool.errors import (
+    CkpttoolError,
+    Corrupt,
+    Differs,
+    Locked,
+    NoSpace,
+    RemoteError,
+    Unsafe,
+    Unsupported,
+    UsageError,
+)
 from ckpttool.storage import objects, retries
 
 
@@ -405,6 +417,57 @@ def test_only_a_file(tmp_path: Path) -> None:
         ledger.append_entry(str(tmp_path / "none"), "e", "a")
 
 
+def test_a_ledger_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+    """A sparse file of 40 GB takes no room on the disk, and would take all memory."""
+    store = str(tmp_path)
+    path = filled(tmp_path)
+    os.truncate(path, 40 << 30)
+    for call in (ledger.read_entries, ledger.verify_chain, ledger.check_writable):
+        with pytest.raises(Unsafe, match=r"ledger.jsonl has 42,949,672,960 bytes.*more than 268,435,456 are refused"):
+            call(store)
+    with ledger.take_turn(store) as turn:
+        with pytest.raises(Unsafe, match="are refused"):
+            turn.read()
+        with pytest.raises(Unsafe, match="is full"):
+            turn.append("verify", "a")
+
+
+def test_a_full_ledger_takes_no_line_and_is_still_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = stores.moto().bucket(monkeypatch)
+    filled(tmp_path, 3)
+    ledger.append_entry(bucket, "export", "a")
+    for store in (str(tmp_path), bucket):
+        n = len(ledger.read_entries(store))
+        monkeypatch.setattr(objects, "MOST_BYTES", 2000 + (1 << 20))
+        with pytest.raises(Unsafe, match=r"ledger.jsonl is full: it has \S+ bytes"):
+            for _ in range(100):
+                ledger.append_entry(store, "verify", "a")
+        with pytest.raises(Unsafe, match="is full"):
+            ledger.check_writable(store)
+        assert n < len(ledger.read_entries(store)) < 100
+        assert ledger.verify_chain(store)["entries"] == len(ledger.read_entries(store))
+
+
+def test_a_lock_that_another_process_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever may read the ledger can lock it."""
+    path = filled(tmp_path, 1)
+    monkeypatch.setattr(ledger, "_SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(ledger, "_LOCK_SECONDS", 0.3)
+    fd = os.open(path, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    for call in (ledger.read_entries, ledger.check_writable, lambda store: ledger.append_entry(store, "verify", "a")):
+        with (
+            pytest.warns(ledger.LedgerWait, match="is locked by another process; this one waits") as told,
+            pytest.raises(Locked, match=r"is locked by another process, and was so for 0.3 seconds.*`fuser"),
+        ):
+            call(str(tmp_path))
+        assert len(told) == 1
+    monkeypatch.setattr(ledger, "_LOCK_SECONDS", 60)
+    threading.Timer(0.2, os.close, (fd,)).start()
+    with pytest.warns(ledger.LedgerWait):
+        assert ledger.append_entry(str(tmp_path), "verify", "a")["seq"] == 2
+
+
 # ------------------------------------------------------------------------------------------------------- object stores
 
 
@@ -422,6 +485,14 @@ def test_in_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     objects.put_if_unchanged(url, data.replace(b"true", b"null"), token)
     with pytest.raises(Corrupt, match=f"{url}: line 2 was altered"):
         ledger.append_entry(store, "verify", "a")
+
+
+def test_a_large_ledger_in_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page of a listing has 2 MiB at most; ledgers grow, and a store whose ledger cannot be read is of no use."""
+    store = stores.moto().bucket(monkeypatch)
+    for k in range(4):
+        assert ledger.append_entry(store, "export", "a", note="x" * 900_000)["seq"] == k + 1
+    assert len(ledger.check_writable(store)) == 4
 
 
 def test_writers_in_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -355,6 +355,56 @@ def test_what_is_missing(store: Shelf, capsys: pytest.CaptureFixture[str]) -> No
     assert [r.name[0] for r in archive_store.list_missing_archives(store.path)] == ["c"]  # by its hold file
 
 
+@pytest.mark.parametrize("added", [False, True])
+def test_what_was_renamed_is_not_missing_also_if_it_is_added_to_the_ledger(store: Shelf, added: bool) -> None:
+    known = store.add("a.tar.zst", logged=True)
+    os.rename(os.path.join(store.path, "a.tar.zst"), os.path.join(store.path, "b.tar.zst"))
+    store.table["b.tar.zst"] = known
+    if added:
+        archive_store.add_to_ledger(os.path.join(store.path, "b.tar.zst"))
+    assert archive_store.list_missing_archives(store.path) == []
+    os.unlink(os.path.join(store.path, "b.tar.zst"))
+    assert "a.tar.zst" in [r.name for r in archive_store.list_missing_archives(store.path)]
+
+
+@pytest.mark.parametrize("left", ["link", "folder"])
+def test_a_folder_or_dead_link_does_not_stand_for_an_archive(store: Shelf, left: str) -> None:
+    store.add("a.tar.zst", logged=True)
+    path = Path(store.path, "a.tar.zst")
+    path.unlink()
+    path.mkdir() if left == "folder" else path.symlink_to("nowhere")
+    assert [r.name for r in archive_store.list_missing_archives(store.path)] == ["a.tar.zst"]
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_deletion_ends_nothing_that_came_after_it_began(store: Shelf, begun: bool) -> None:
+    """In an object store, others write lines while a deletion goes on."""
+    for event in ("export", "delete", "export", "hold"):
+        ledger.append_entry(store.path, event, "a.tar.zst", manifest_sha256="x", reason="case 1")
+    ledger.append_entry(store.path, "deleted", "a.tar.zst", **({"begun": 2} if begun else {}))
+    gone = archive_store.list_missing_archives(store.path)
+    held = archive_store.find_holds_in_ledger(ledger.read_entries(store.path), "a.tar.zst")[0]
+    assert ([r.name for r in gone], list(held)) == ((["a.tar.zst"], ["case 1"]) if begun else ([], []))
+
+
+def test_many_lines_of_other_archives_cost_nothing(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time is that of the lines plus that of the archives, not their product."""
+    for name in "abcdefgh":
+        store.add(f"{name}.tar.zst", logged=True)
+    seen = 0
+    apply = archive_store.RetentionStatus._apply
+
+    def counted(self: archive_store.RetentionStatus, e: ledger.LedgerEntry, known: ArchiveFacts | None) -> None:
+        nonlocal seen
+        seen += 1
+        apply(self, e, known)
+
+    monkeypatch.setattr(archive_store.RetentionStatus, "_apply", counted)
+    history = archive_store.History.of(store.path)
+    assert [len(history.list_events(n, store.table[n])) for n in store.table] == [1] * 8  # type: ignore[arg-type]
+    assert len(archive_store.list_archives(store.path)) == 8 and seen == 8
+
+
 def test_what_is_deleted_or_exported_meanwhile_is_not_missing(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     store.add("a.tar.zst", logged=True)
     look = archive_store.list_archive_names
@@ -397,6 +447,30 @@ def test_a_release_is_of_one_archive(store: Shelf) -> None:
     assert archive_store.list_archives(store.path)[0].held == ("case 1",)
     store.add("a.tar.zst", legal_hold="case 2")
     assert archive_store.list_archives(store.path)[0].held == ("case 2",)
+
+
+@pytest.mark.parametrize("logged", [False, True])
+def test_a_release_does_not_reach_another_copy(store: Shelf, logged: bool) -> None:
+    """Neither a copy with cp nor an export of the same state in the same second is the archive that was released."""
+    same = {"legal_hold": "case 1", "manifest_sha256": "x"}
+    store.add("a.tar.zst", logged=True, **same)
+    store.add("b.tar.zst", logged=logged, **same)
+    holds.release(os.path.join(store.path, "b.tar.zst"), "the copy is not needed")
+    assert {r.name[0]: r.held for r in archive_store.list_archives(store.path)} == {"a": ("case 1",), "b": ()}
+    for _ in range(2):  # once more where b is gone
+        done = store.prune(keep_within=timedelta(days=1))
+        assert done.refused == {"a.tar.zst": "under legal hold: case 1"}
+    assert store.here() == ["a.tar.zst"]
+
+
+def test_a_release_goes_along_when_an_archive_is_renamed(store: Shelf) -> None:
+    known = store.add("a.tar.zst", logged=True, legal_hold="case 1")
+    holds.release(os.path.join(store.path, "a.tar.zst"), "closed")
+    os.rename(os.path.join(store.path, "a.tar.zst"), os.path.join(store.path, "b.tar.zst"))
+    store.table["b.tar.zst"] = known
+    assert archive_store.list_archives(store.path)[0].held == ()
+    store.add("a.tar.zst", legal_hold="case 1")  # now b is a copy
+    assert [r.held for r in archive_store.list_archives(store.path) if r.name[0] == "b"] == [("case 1",)]
 
 
 def test_hold_of_what_is_damaged(store: Shelf) -> None:
@@ -559,6 +633,18 @@ def test_a_file_of_holds_meanwhile_wins(store: Shelf, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(ledger.Turn, "append", late)
     assert "damaged" in store.prune(keep_every=1).refused["a.tar.zst"]
+
+
+def test_a_name_that_is_too_long_for_a_file_of_holds(store: Shelf) -> None:
+    for n, fits in ((228, True), (240, False), (245, False), (255, False)):
+        name = "ü" * 10 + "n" * (n - 28) + ".tar.zst"
+        store.add(name)
+        if fits:
+            assert holds.hold(f"{store.path}/{name}", "case")["event"] == "hold"
+            continue
+        with pytest.raises(UsageError, match=f"its name has {n} bytes.*its name has 228 bytes at most"):
+            holds.hold(f"{store.path}/{name}", "case")
+    assert len(store.events()) == 1, "nothing is recorded of what cannot be done"
 
 
 def test_a_hold_whose_file_cannot_be_written_says_so(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1099,6 +1185,29 @@ def test_an_object_is_not_replaced_after_a_hold(store: Shelf, monkeypatch: pytes
     holds.hold(archive, "case 2")
     events = [e["event"] for e in ledger.read_entries(place)]
     assert events == ["hold", "release", "replace", "replaced", "replace", "replace-failed", "hold"]
+
+
+def test_nothing_is_replaced_while_it_is_deleted_nor_deleted_while_it_is_replaced(
+    store: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = stores.moto().bucket(monkeypatch)
+    place, archive = f"{bucket}/audit", f"{bucket}/audit/a.tar.zst"
+    fill(store, bucket, a={}, b={})
+    ledger.append_entry(place, "delete", "a.tar.zst")
+    with pytest.raises(Locked, match="not replaced: since line 1 of the ledger"), archive_store.replacing(archive):
+        raise AssertionError
+    ledger.append_entry(place, "replace", "b.tar.zst")
+    done = pruning.prune(place, keep_within=timedelta(days=1), now=NOW, no_ledger=True)
+    assert done.deleted == ("a.tar.zst",) and "is about to replace it" in done.refused["b.tar.zst"]
+
+
+def test_a_prefix_with_archives_is_not_replaced(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = stores.moto().bucket(monkeypatch)
+    fill(store, bucket, a={})
+    for below in ("", "/audit"):
+        with pytest.raises(DestinationExists, match=r"a\.tar\.zst in it"):
+            archive_store.refuse_protected(f"{bucket}{below}")
+    archive_store.refuse_protected(f"{bucket}/elsewhere")
 
 
 def test_a_hold_while_another_is_released_in_a_bucket(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:

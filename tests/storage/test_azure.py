@@ -102,6 +102,29 @@ def test_conditions(container: str) -> None:
     assert objects.get_with_token(f"{container}/a") == (b"", None)
 
 
+@pytest.mark.filterwarnings("ignore:Sending a large body directly")  # of aiohttp, about its event loop
+def test_a_large_blob_is_read_in_ranges(store: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = bytes(range(256)) * (17 << 12)
+    store.blobs["c"]["l"] = blob(data)
+    found, token = objects.get_with_token("az://c/l")
+    assert found == data and [method for method, _ in store.seen] == ["GET"] * 3
+    assert objects.put_if_unchanged("az://c/l", data + b"1", token)
+    changes = iter([blob(b"2" * (9 << 20)), blob(b"3")])
+
+    def replace(method: str, path: str) -> None:
+        if len(store.seen) % 2 == 0 and (new := next(changes, None)) is not None:
+            store.blobs["c"]["l"] = new
+
+    store.seen.clear()
+    store.rule = replace
+    found, token = objects.get_with_token("az://c/l")
+    assert found == b"3" and token == store.blobs["c"]["l"].etag
+    monkeypatch.setattr(objects, "MOST_BYTES", 1000)
+    store.blobs["c"]["l"] = blob(b"4" * 1001)
+    with pytest.raises(Unsafe, match=r"has 1,001 bytes.*more than 1,000 are refused"):
+        objects.get_with_token("az://c/l")
+
+
 def test_a_ledger(store: Blobs) -> None:
     """Archives and their ledger, whose lines are written under conditions."""
     for name in ("a", "b"):
