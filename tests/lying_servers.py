@@ -578,6 +578,17 @@ def come_back_next_year(q: Request) -> Iterator[Piece]:
     yield from whole(429, b"", {"Retry-After": 31_536_000, "RateLimit": '"api";r=0;t=31536000'})
 
 
+@lie(*STORES, about="any")
+def zeros_before_the_wait(q: Request) -> Iterator[Piece]:
+    yield from whole(429, b"", {"Retry-After": "0" * 16 + "31536000", "RateLimit": f'"api";r=0;t={"0" * 16}31536000'})
+
+
+@lie(*STORES, about="any")
+def error_packed_twice(q: Request) -> Iterator[Piece]:
+    body = gzip.compress(_bomb())
+    yield head(403, {"Content-Encoding": "gzip, gzip", "Content-Type": "application/json"}, len(body)) + body
+
+
 @lie(*STORES, about="list")
 def endless_listing(q: Request) -> Iterator[Piece]:
     yield head(
@@ -606,6 +617,13 @@ def page_of_a_million_links(q: Request) -> Iterator[Piece]:
     yield from whole(200, b"".join(b"<a href='%x'>" % k for k in range(300_000)), {"Content-Type": "text/html"})
 
 
+@lie("web", about="list", right=True)
+def page_in_punycode(q: Request) -> Iterator[Piece]:
+    """Python's decoder of that takes hours for a page of this length."""
+    page = b'<a href="model.safetensors"></a>-' + b"9a" * 2_900_000
+    yield from whole(200, page, {"Content-Type": "text/html; charset=punycode"})
+
+
 @lie("web", about="info")
 def size_of_an_exabyte(q: Request) -> Iterator[Piece]:
     yield head(200, {**ETAG, "Accept-Ranges": "bytes"}, 1 << 62)
@@ -623,6 +641,7 @@ def shrunken_size(q: Request) -> Iterator[Piece]:
 
 # listings of S3
 
+XML = {"Content-Type": "application/xml"}
 _MORE = "<IsTruncated>true</IsTruncated><NextContinuationToken>{}</NextContinuationToken>"
 
 
@@ -664,6 +683,14 @@ def billion_laughs(q: Request) -> Iterator[Piece]:
 
 
 @lie("s3", about="list")
+def xml_with_elements_in_an_entity(q: Request) -> Iterator[Piece]:
+    """Below the amplification that expat itself refuses."""
+    dtd = f'<!DOCTYPE x [<!ENTITY a "{"<b/>" * 1000}"><!ENTITY c "{"&a;" * 1000}">]>'
+    text = f'<?xml version="1.0"?>{dtd}<ListBucketResult><x>&c;&c;</x></ListBucketResult>'
+    yield from whole(200, text.encode(), {"Content-Type": "application/xml"})
+
+
+@lie("s3", about="list")
 def deep_xml(q: Request) -> Iterator[Piece]:
     yield from whole(200, b"<a>" * 600_000, {"Content-Type": "application/xml"})
 
@@ -695,11 +722,11 @@ def _names_of(kind: str) -> Callable[[list[str]], Lie]:
 
 
 _BAD = {
-    "climbs": "../../../x", "absolute": "/etc/x", "nul": "a\0b", "backslash": "..\\x", "dot": "./x", "empty_part": "a//b", "very_long": "x" * 5000, "twice": "model.safetensors",
+    "climbs": "../../../x", "half_a_pair": "x\ud800", "absolute": "/etc/x", "nul": "a\0b", "backslash": "..\\x", "dot": "./x", "empty_part": "a//b", "very_long": "x" * 5000, "twice": "model.safetensors",
 }  # fmt: skip
 for _kind in ("s3", "gcs", "hub"):
     for _what, _name in _BAD.items():
-        if _kind == "s3" and _what == "nul":
+        if _kind == "s3" and _what in ("nul", "half_a_pair"):
             continue  # XML cannot say it
         _full = _name if _kind == "hub" or _what == "absolute" else f"d/{_name}"
         LIES[_kind][f"name_{_what}"] = Told(_names_of(_kind)([_full]), "list")
@@ -712,7 +739,34 @@ def sizes_that_are_none(q: Request) -> Iterator[Piece]:
     yield from page_of_s3(q, ["d/model.safetensors"], size="-7")
 
 
+@lie("s3", about="list")
+def row_without_a_key(q: Request) -> Iterator[Piece]:
+    yield from whole(200, b"<ListBucketResult><Contents><Size>3</Size></Contents></ListBucketResult>", XML)
+
+
+@lie("s3", about="list")
+def prefix_without_a_name(q: Request) -> Iterator[Piece]:
+    yield from whole(200, b"<ListBucketResult><CommonPrefixes></CommonPrefixes></ListBucketResult>", XML)
+
+
 # listings of GCS
+
+#: Pages that are none.
+GCS_SHAPES: tuple[Any, ...] = (
+    [1],
+    7,
+    {"items": 7},
+    {"items": [7]},
+    {"items": [{}]},
+    {"prefixes": 7},
+    {"items": [{"name": "d/model.safetensors", "size": "9" * 5000, "etag": "e"}]},
+)
+
+
+@lie("gcs", about="list")
+def shapes_that_are_wrong(q: Request) -> Iterator[Piece]:
+    said = json.dumps(GCS_SHAPES[q.number % len(GCS_SHAPES)])
+    yield from whole(200, said.encode(), {"Content-Type": "application/json"})
 
 
 @lie("gcs", about="list")
@@ -804,6 +858,29 @@ def rows_that_are_wrong(q: Request) -> Iterator[Piece]:
         {"type": "file", "path": "model.safetensors", "size": -1, "oid": "1" * 40},
     ]
     yield from whole(200, json.dumps([rows[q.number % len(rows)]]).encode(), {"Content-Type": "application/json"})
+
+
+@lie("hub", about="list")
+def path_is_a_list(q: Request) -> Iterator[Piece]:
+    yield from page_of_hub([["model.safetensors"]])
+
+
+@lie("hub", about="list")
+def path_is_a_dict(q: Request) -> Iterator[Piece]:
+    yield from page_of_hub([{"a": 1}])
+
+
+@lie("hub", about="list", right=True)
+def oid_with_half_a_pair(q: Request) -> Iterator[Piece]:
+    yield from page_of_hub(["model.safetensors"], oid="\ud800")
+
+
+@lie("gcs", about="list", right=True)
+def etag_with_half_a_pair(q: Request) -> Iterator[Piece]:
+    size, prefix = str(len(checkpoint())), q.query.get("prefix", "")
+    row = {"name": "d/model.safetensors", "bucket": "b", "size": size, "etag": "\ud800"}
+    items = [row] if row["name"].startswith(prefix) and row["name"] != prefix else []
+    yield from whole(200, json.dumps({"items": items}).encode(), {"Content-Type": "application/json"})
 
 
 @lie("hub", about="list")

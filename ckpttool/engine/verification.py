@@ -671,11 +671,11 @@ def read_back(
     if missing or extra or wrong or values:
         first = f'"{(wrong or missing or extra)[0]}"' if wrong or missing or extra else values[0]
         left = f"Remove {urls.redact_url(path)}." if urls.is_url(path) else "Nothing was left there."
-        cause = (
-            "The disk may be failing; if it is not, please report this."
-            if wrong
-            else "ckpttool does not find in it what it wrote: please report this."
-        )
+        cause = "ckpttool does not find in it what it wrote: please report this."
+        if wrong:
+            cause = "The disk may be failing; if it is not, please report this."
+            if urls.is_url(path):
+                cause = "The store returns other bytes than were sent; ask its operators."
         raise Differs(
             f"the destination, read back, differs from the source: {len(wrong)} tensors have other bytes, "
             f"{len(missing)} are missing, {len(extra)} are new, {len(values)} values differ; first {first}. {left} "

@@ -156,7 +156,7 @@ class Repository:
             except Exception as e:
                 if isinstance(e, _FAULTS) and _was_raised_by_ckpttool(e):
                     raise
-                error = self._convert_error(e)
+                error = self._convert_error(e, writes)
             if isinstance(error, Stalled):
                 stalls += 1
             again = isinstance(error, TransientError) or (isinstance(error, Stalled) and stalls < LIMITS.stalls)
@@ -165,8 +165,9 @@ class Repository:
             time.sleep(_WAIT * 2**k)
         raise AssertionError
 
-    def _convert_error(self, e: Exception) -> CkpttoolError:
-        """Convert an exception that `ask` has caught to an error of ckpttool, whose message says what to do."""
+    def _convert_error(self, e: Exception, writes: bool) -> CkpttoolError:
+        """Convert an exception that `ask` has caught to an error of ckpttool, whose message says what to do; `writes`
+        as in `ask`."""
         for inner in _iterate_error_chain(e):
             if isinstance(inner, CkpttoolError):
                 return inner
@@ -184,17 +185,16 @@ class Repository:
         if isinstance(e, JSONDecodeError):  # an answer that is no JSON is of something in between
             kind = None
         words, status = _shorten_message(by), getattr(getattr(by, "response", None), "status_code", None)
+        again = "run the same command again" + "; files that were uploaded are not uploaded again" * writes
         if kind is None and status == 429:
             return TransientError(
-                f"{self.url}: too many requests to the Hub ({words}). Wait a few minutes, then run the same command "
-                "again; files that were uploaded are not uploaded again.",
+                f"{self.url}: too many requests to the Hub ({words}). Wait a few minutes, then {again}.",
                 code="CKPT0902",
             )
         if kind is None:
             return TransientError(
                 f"{self.url}: the Hub at {urls.redact_url(self.api.endpoint)} does not answer ({words}). Check the "
-                "network and HF_ENDPOINT, then run the same command again; files that were uploaded are not uploaded "
-                "again.",
+                f"network and HF_ENDPOINT, then {again}.",
                 code="CKPT0901",
             )
         if kind is retries.ConditionFailed or status == 409:
@@ -237,27 +237,57 @@ class Repository:
             found = self.ask(lambda: self.api.repo_info(self.repo_id, revision=revision, expand=["private", "sha"]))
         except retries.NotFound:
             return None
-        commit, files = remote.get_commit_hash(found, self.url), {}
+        private, commit, files = self._read_visibility(found), remote.get_commit_hash(found.sha, self.url), {}
         for f in self.ask(lambda: self._list_files(commit)):
             files[f.path] = self._convert_file(f)
-        return RepositoryState(bool(found.private), commit, files)
+        return RepositoryState(private, commit, files)
+
+    def _read_visibility(self, found: Any) -> bool:
+        """Return whether a repository is private, from the answer of huggingface_hub's `repo_info`; one that does not
+        say so counts as public.
+
+        Raises:
+            RemoteError: the Hub says something else than yes or no.
+        """
+        if not isinstance(found.private, bool | None):
+            raise RemoteError(
+                f"{self.url}: the Hub says {str(found.private)[:80]!r} to whether the repository is private, and not "
+                "true or false. Check HF_ENDPOINT.",
+                code="CKPT0906",
+            )
+        return bool(found.private)
 
     def _list_files(self, commit: str) -> list[RepoFile]:
         """Return the files of a commit as objects of huggingface_hub, with their names checked.
 
         Raises:
-            RemoteError: the Hub lists a file twice, or too many. Unsafe: a file's name leads elsewhere.
+            RemoteError: the Hub lists a file twice, too many, or one without a name.
+            Unsafe: a file's name leads elsewhere.
         """
         found: dict[str, RepoFile] = {}
         for f in self.api.list_repo_tree(self.repo_id, recursive=True, revision=commit):
             if not hasattr(f, "blob_id"):
                 continue
-            name = urls.check_object_name(str(f.path), self.url)
+            name = urls.check_object_name(self._check_name(f.path), self.url)
             if name in found or len(found) >= LIMITS.names:
                 many = f"{name!r} twice" if name in found else f"more than {LIMITS.names:,} files"
                 raise RemoteError(f"{self.url}: the Hub lists {many}. Check HF_ENDPOINT.", code="CKPT0906")
             found[name] = f
         return list(found.values())
+
+    def _check_name(self, name: object) -> str:
+        """Return the name of a file or branch, from an answer of the Hub, as it is.
+
+        Raises:
+            RemoteError: it is not a string.
+        """
+        if not isinstance(name, str):
+            raise RemoteError(
+                f"{self.url}: the Hub says {str(name)[:80]!r} where the name of a file or branch should be. Check "
+                "HF_ENDPOINT.",
+                code="CKPT0906",
+            )
+        return name
 
     def _convert_file(self, f: RepoFile) -> RemoteFile:
         """Convert a file, given as an object of huggingface_hub, to its size and hashes.
@@ -280,11 +310,11 @@ class Repository:
 
     def is_private(self) -> bool:
         """Whether the repository is private now; asks the Hub, and raises RemoteError if that fails."""
-        return bool(self.ask(lambda: self.api.repo_info(self.repo_id, expand=["private"])).private)
+        return self._read_visibility(self.ask(lambda: self.api.repo_info(self.repo_id, expand=["private"])))
 
     def list_branches(self) -> set[str]:
         """Return the names of the repository's branches; raises RemoteError if the Hub cannot be asked."""
-        return {b.name for b in self.ask(lambda: self.api.list_repo_refs(self.repo_id)).branches}
+        return {self._check_name(b.name) for b in self.ask(lambda: self.api.list_repo_refs(self.repo_id)).branches}
 
     def read_file(self, name: str, commit: str, most_bytes: int) -> bytes:
         """Return the content of a small file of a commit.
@@ -307,7 +337,7 @@ class Repository:
             found = self.ask(lambda part=part: self.api.get_paths_info(self.repo_id, part, revision=commit))  # type: ignore[misc]
             for f in found:
                 if hasattr(f, "blob_id"):
-                    out[f.path] = self._convert_file(f)
+                    out[self._check_name(f.path)] = self._convert_file(f)
         return out
 
     # ------------------------------------------------------------------------------------------------------- actions
@@ -389,25 +419,39 @@ class Repository:
             pull: whether to open a pull request instead of committing to the branch.
 
         Raises:
-            CommitConflict: the head is another commit than `parent`. TransientError: no answer; the commit may exist.
-            RejectedError, RemoteError: the Hub refuses.
+            CommitConflict: the head is another commit than `parent`. TransientError: no answer, or one that names no
+                commit; the commit may exist. RejectedError, RemoteError: the Hub refuses.
         """
         from huggingface_hub import CommitOperationDelete
 
         operations = [*adds, *(CommitOperationDelete(n, is_folder=False) for n in gone)]
-        done = self.ask(
-            lambda: self.api.create_commit(
-                self.repo_id,
-                operations,
-                commit_message=message,
-                revision=revision,
-                create_pr=pull,
-                parent_commit=parent,
-            ),
-            tries=1,
-            writes=True,
-        )
-        return str(done.oid), done.pr_url
+
+        def create() -> Any:
+            """Make the commit; raises RemoteError if huggingface_hub cannot parse an answer that is no error."""
+            try:
+                return self.api.create_commit(
+                    self.repo_id,
+                    operations,
+                    commit_message=message,
+                    revision=revision,
+                    create_pr=pull,
+                    parent_commit=parent,
+                )
+            except (ValueError, RuntimeError) as e:
+                if isinstance(e, JSONDecodeError) or hasattr(e, "response"):
+                    raise
+                raise RemoteError(f"{self.url}: {_shorten_message(e).rstrip('.')}.", code="CKPT0906") from None
+
+        try:
+            done = self.ask(create, tries=1, writes=True)
+            return remote.get_commit_hash(done.oid, self.url), done.pr_url  # the latter was parsed already
+        except RemoteError as e:
+            if e.code != "CKPT0906":
+                raise
+            raise TransientError(
+                f"{e} That was the answer to a commit, which may have been made: look at {self.page} first.",
+                code="CKPT0906",
+            ) from None
 
 
 def _was_raised_by_ckpttool(e: BaseException) -> bool:

@@ -42,6 +42,7 @@ from ..options import (
 )
 from ..storage.buffers import IOBudget
 from ..storage.source import closed_on_error
+from ..storage.urls import make_path_absolute
 from . import model_card, screening
 from .client import CommitConflict, FileToSend, RejectedError, Repository, RepositoryState, TransientError, parse_target
 from .hashing import ByteCounter, FileHashes, hash_contents, hash_paths
@@ -397,7 +398,7 @@ class Push:
         Raises:
             DestinationExists: something else is at that path. CkpttoolError: the conversion failed.
         """
-        journal, folder = self.open_journal(), os.path.abspath(stage)
+        journal, folder = self.open_journal(), make_path_absolute(stage)
         paths = {c.name: os.path.join(folder, c.name) for c in self.files}
         known = journal.staged.get(folder)
         self.taken_over = known is not None

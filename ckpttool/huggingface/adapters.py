@@ -23,7 +23,14 @@ from ..errors import Unsupported, UsageError, argument
 from ..index.checkpoint import Checkpoint, joined
 from . import Config, lora
 
-__all__ = ["adapter_as_model", "find_base_names", "find_outer_prefix", "keep_adapter_only", "rename_adapter_tensor"]
+__all__ = [
+    "adapter_as_model",
+    "find_base_names",
+    "find_outer_prefix",
+    "keep_adapter_only",
+    "refuse_without_adapter",
+    "rename_adapter_tensor",
+]
 
 #: What the tensors of a method are called, by peft_type: what all begin with, and the ends that are known.
 _METHODS = {
@@ -105,6 +112,27 @@ def keep_adapter_only(ckpt: Checkpoint, config: Config, wanted: str | None = Non
         values={},
         recorded={renamed[n]: d for n, d in ckpt.recorded.items() if n in renamed},
         notes=[*ckpt.notes, note],
+    )
+
+
+def refuse_without_adapter(ckpt: Checkpoint) -> None:
+    """Raise if no tensor has the name of one of an adapter, of any method.
+
+    Raises:
+        Unsupported: there is none.
+    """
+    model = [t for t in adapter_as_model(ckpt).tensors.values() if t.path[0] == "model"]
+    parts = {part for t in model for part in joined(t.path[1:]).split(".")}
+    if not any(part.startswith(prefix) for part in parts for prefix, _ in _METHODS.values()):
+        raise _make_no_adapter_error("lora_")
+
+
+def _make_no_adapter_error(prefix: str) -> Unsupported:
+    """Make the error for a checkpoint without an adapter, whose tensors would have names that begin with `prefix`."""
+    return Unsupported(
+        f"the checkpoint has no adapter: no tensor has {prefix}* in its name. If it was merged into the weights, those "
+        "are what to publish: ckpttool convert SRC DST --to hf.",
+        code="CKPT0321",
     )
 
 
@@ -205,11 +233,7 @@ def _choose_adapter(names: Iterable[str], prefix: str, known: re.Pattern[str], w
     parts = [_split_adapter_name(n, prefix) for n in names]
     found = {p[2] for p in parts if p is not None and known.fullmatch(p[0][-1])}
     if not found:
-        raise Unsupported(
-            f"the checkpoint has no adapter: no tensor has {prefix}* in its name. If it was merged into the weights, "
-            "those are what to publish: write them without this option.",
-            code="CKPT0321",
-        )
+        raise _make_no_adapter_error(prefix)
     named = sorted(n for n in found if n is not None)
     if wanted is not None and wanted not in named:
         there = (

@@ -13,6 +13,7 @@ from .. import bounded_json
 from ..errors import CkpttoolError, Corrupt, RemoteError, Unsafe, Unsupported, argument
 from ..printable import printable
 from ..storage.source import Source
+from ..storage.urls import make_path_absolute
 
 __all__ = [
     "ADAPTER_CONFIG",
@@ -22,6 +23,7 @@ __all__ = [
     "find_adapter_files",
     "find_model_files",
     "is_model_or_trainer_file",
+    "is_plain_file_name",
     "list_config_differences",
     "make_missing_config_error",
     "read_config_json",
@@ -69,7 +71,8 @@ _ON_HUB = [f"*.{end}" for end in ("json", "model", "txt", "jinja", "tiktoken", "
 #: Where trainers put the config of a model, from the folder of a checkpoint: verl (twice), NeMo AutoModel (twice),
 #: scripts.
 _FOLDERS = ("", "huggingface", "actor/huggingface", "model", "model/consolidated", "weights", "hf", "..")
-_MOST_BYTES = 256 << 20
+_MOST_BYTES = 256 << 20  # of all these files of a folder; the largest tokenizers have a seventh of that
+_MOST_FILES = 1000
 _MOST_TRAINING_BYTES = 4 << 20
 
 
@@ -90,15 +93,33 @@ def is_model_or_trainer_file(name: str) -> bool:
     return _MODEL.fullmatch(name) is not None or _TRAINING.fullmatch(name) is not None
 
 
+def is_plain_file_name(name: str) -> bool:
+    """Whether a name is that of a file in a folder, without anything that a terminal, a shell or another system reads
+    otherwise; transformers' folder of chat templates may come before it."""
+    name = name.removeprefix(f"{_TEMPLATES}/")
+    return name.isprintable() and name not in ("", ".", "..") and not set(name) & {"/", "\\"}
+
+
 def _read_model_folder(source: Source, notes: list[str]) -> tuple[dict[str, object] | None, dict[str, bytes]]:
     """Read (config.json or None, {name: bytes} of files to copy) of a folder; `notes` gets what is not copied.
 
     Raises:
-        Corrupt, Unsafe: config.json is not a JSON object, or a file is too large.
+        Corrupt, Unsafe: config.json is not a JSON object, or the files are too large or too many.
     """
     names = source.list()
     names += [f"{_TEMPLATES}/{n}" for n in source.list(_TEMPLATES)] if _TEMPLATES in names else []
     names = [n for n in names if _MODEL.fullmatch(n) and source.exists(n)]
+    if odd := [printable(n) for n in names if not is_plain_file_name(n)]:
+        more = f", ... ({len(odd)} files)" if len(odd) > 5 else ""
+        notes.append(f"not copied: names with unprintable characters or a backslash: {', '.join(odd[:5])}{more}")
+        names = [n for n in names if is_plain_file_name(n)]
+    if len(names) > _MOST_FILES or (total := sum(map(source.size, names))) > _MOST_BYTES:
+        many = f"{len(names):,} files" if len(names) > _MOST_FILES else f"{total:,} bytes"
+        raise Corrupt(
+            f"{source.root}: the config and tokenizer files are {many} in all; a model has at most {_MOST_FILES:,} of "
+            f"them, with {_MOST_BYTES:,} bytes.",
+            code="CKPT0406",
+        )
     found = read_config_json(source) if "config.json" in names else None
     files = {n: source.read_all(n, _MOST_BYTES) for n in names}
     packed = [n for n, data in files.items() if data.startswith(PACKED)]
@@ -138,7 +159,8 @@ def fetch_from_hub(model: str, patterns: list[str]) -> str:
     on this machine.
 
     Raises:
-        Unsupported: there is no such model, or the name is a path. RemoteError: the Hub did not answer.
+        Unsupported: there is no such model, or the name is a path. RemoteError: the Hub did not answer, or sends a path
+            as the name of a file in the cache.
     """
     what = f"{argument('config', model)}: there is no such folder"
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:
@@ -147,11 +169,11 @@ def fetch_from_hub(model: str, patterns: list[str]) -> str:
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     from ..storage.answer_limits import RequestBudget, within_budget_in_all_threads
-    from ..storage.hub_limits import bound_hub_client
+    from ..storage.hub_limits import bound_hub_client, disabled_xet
 
     bound_hub_client()
     try:
-        with within_budget_in_all_threads(RequestBudget(f"hf://{model}", downloads=True)):
+        with disabled_xet(), within_budget_in_all_threads(RequestBudget(f"hf://{model}", downloads=True)):
             return snapshot_download(model, allow_patterns=patterns)
     except (RepositoryNotFoundError, HFValidationError):
         raise Unsupported(
@@ -163,7 +185,7 @@ def fetch_from_hub(model: str, patterns: list[str]) -> str:
         reason = " ".join(str(e).partition("\n")[0].split()).rstrip(".")
         raise RemoteError(
             f"{what}, and the Hub did not give a model of that name ({reason}). Check the path, or the network.",
-            code="CKPT0901",
+            code=e.code if isinstance(e, RemoteError) else "CKPT0901",
         ) from None
 
 
@@ -181,7 +203,7 @@ def read_model_files(config: str, notes: list[str] | None = None) -> tuple[dict[
     """
     if not os.path.isdir(config):
         if os.path.isfile(config):
-            config = os.path.dirname(os.path.abspath(config))
+            config = os.path.dirname(make_path_absolute(config))
         else:
             config = fetch_from_hub(config, _ON_HUB)
     with Source(config) as source:
@@ -356,8 +378,11 @@ def read_training_files(source: Source, given: str | None) -> dict[str, bytes]:
         for name in where.list():
             if name in out or not _TRAINING.fullmatch(name) or _SECRET.search(name) or not where.exists(name):
                 continue
+            left = min(_MOST_TRAINING_BYTES, _MOST_BYTES - sum(map(len, out.values())))
+            if len(out) >= _MOST_FILES or not is_plain_file_name(name):  # an archive needs a plain name
+                continue
             try:
-                out[name] = where.read_all(name, _MOST_TRAINING_BYTES)
+                out[name] = where.read_all(name, left)
             except CkpttoolError:
                 continue  # a link that leads out, or a large one: not what is looked for
     return {n: out[n] for n in sorted(out)}

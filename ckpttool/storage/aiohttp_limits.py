@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from .answer_limits import LIMITS, RequestBudget, check_redirect, current_budget
+from .answer_limits import LIMITS, RequestBudget, check_redirect, current_budget, watch_upload
 
 __all__ = ["make_s3_session_class", "session_settings", "xml_session_settings"]
 
@@ -91,6 +91,7 @@ class _BoundedAnswer(aiohttp.ClientResponse):
     """An answer whose headers and body have to arrive within the limits of the question that is asked."""
 
     most: int | None = None
+    store_watches = False  # whether the code that sends data to such a store calls `watch_upload` itself
     _progress: asyncio.TimerHandle | None = None
 
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
@@ -100,16 +101,22 @@ class _BoundedAnswer(aiohttp.ClientResponse):
         Raises:
             Stalled: the header takes too long.
             RemoteError: the header breaks a rule of the budget.
+            Unsafe: the server wants the data of an upload to be sent to another server.
         """
         budget = current_budget()
         if budget is None:
             return await super().start(connection)
         try:
-            # what is sent has its own watch: `objects.S3Object.request`
-            async with asyncio.timeout(None if budget.writes else budget.stall_seconds):
-                await super().start(connection)
+            if budget.writes and not self.store_watches:
+                unsent = connection.transport.get_write_buffer_size
+                await watch_upload(super().start(connection), lambda: -1 - unsent(), budget)
+            else:
+                async with asyncio.timeout(None if budget.writes else budget.stall_seconds):
+                    await super().start(connection)
         except TimeoutError:
             raise budget.stalled_error() from None
+        if budget.writes and not self.store_watches and (location := self.headers.get("Location")):
+            check_redirect(self.method, str(self.url), location)  # where gcsfs sends the data, with the credentials
         sent = self.request_info.headers
         asked = sent.get("Range", "") or sent.get("x-ms-range", "")
         most = budget.body_limit(self.method, str(self.url), asked, self.status, self.headers, self.most)
@@ -155,6 +162,7 @@ class _PageOfXml(_BoundedAnswer):
     """An answer of S3 or Azure."""
 
     most = _MOST_XML_BYTES
+    store_watches = True
 
 
 async def _check_request_allowed(session: object, context: object, params: aiohttp.TraceRequestStartParams) -> None:

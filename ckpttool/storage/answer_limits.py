@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import IO, TypeVar
+from typing import TypeVar
 from urllib.parse import urljoin, urlsplit
 from xml.parsers import expat
 
@@ -158,7 +158,6 @@ class RequestBudget:
         """
         if status >= 300:
             self._allow_wait(status, headers)
-            return LIMITS.error_bytes
         coding = headers.get("Content-Encoding", "").strip().lower()
         if coding not in ("", "identity", "aws-chunked"):  # the last is a word that some stores keep from an upload
             raise RemoteError(
@@ -166,6 +165,8 @@ class RequestBudget:
                 "Turn the encoding off there, or download the file.",
                 code="CKPT0906",
             )
+        if status >= 300:
+            return LIMITS.error_bytes
         if found := re.fullmatch(r"bytes=(\d+)-(\d+)", asked):
             first, n = int(found[1]), int(found[2]) - int(found[1]) + 1
             sent = headers.get("Content-Range", "")
@@ -203,7 +204,7 @@ class RequestBudget:
         try:
             refuse_bomb(body, "the server's answer")
             if self.url.startswith(("s3://", "az://", "abfs://", "abfss://")):
-                _refuse_deep_xml(body)
+                _refuse_xml_bomb(body)
         except Unsafe as e:
             found = str(e).partition(". ")[0]
             raise RemoteError(
@@ -224,7 +225,7 @@ class RequestBudget:
         waits = re.findall(r"^\s*(\d+)\s*$", headers.get("Retry-After", "")) + re.findall(
             r"\bt\s*=\s*(\d+)", headers.get("RateLimit", "")
         )
-        wait = max((int(w[:12]) for w in waits), default=0) if status >= 400 else 0
+        wait = max((int(w.lstrip("0")[:12] or 0) for w in waits), default=0) if status >= 400 else 0
         if wait > self._waits:
             raise RemoteError(
                 f"{self.url}: the server limits requests (status {status}) and wants us to wait {wait:,} seconds. Run "
@@ -257,14 +258,17 @@ class RequestBudget:
 _XML_DEPTH = 32
 
 
-def _refuse_deep_xml(body: bytes) -> None:
-    """Refuse XML that is nested too deeply: each open element takes 400 bytes in its reader. What is not XML is for the
-    reader to refuse.
+def _refuse_xml_bomb(body: bytes) -> None:
+    """Refuse XML that takes far more memory in its reader than it has bytes: nested deeply, each open element taking
+    400 bytes, or with a DTD, whose entities stand for more XML. What is not XML is for the reader to refuse.
 
     Raises:
-        Unsafe: elements are nested deeper than in any answer of S3.
+        Unsafe: elements are nested deeper than in any answer of S3, or there is a DTD.
     """
     depth = 0
+
+    def declared(*_: object) -> None:
+        raise Unsafe("the server's answer has XML with a DTD, which no store sends", code="CKPT0704")
 
     def opened(name: str, attributes: Mapping[str, str]) -> None:
         nonlocal depth
@@ -277,6 +281,7 @@ def _refuse_deep_xml(body: bytes) -> None:
         depth -= 1
 
     parser = expat.ParserCreate()
+    parser.StartDoctypeDeclHandler = declared
     parser.StartElementHandler, parser.EndElementHandler = opened, closed
     with suppress(expat.ExpatError):
         parser.Parse(body, True)
@@ -315,14 +320,14 @@ def within_budget_in_all_threads(budget: RequestBudget) -> Iterator[RequestBudge
         _everywhere.remove(budget)
 
 
-async def watch_upload(asked: Awaitable[T], body: IO[bytes] | None, budget: RequestBudget) -> T:
+async def watch_upload(asked: Awaitable[T], sent: Callable[[], int] | None, budget: RequestBudget) -> T:
     """Await a request that sends data and return its result; cancel it after a period in which no byte of its body was
     sent and no response came.
 
     Args:
         asked: the request, not yet awaited.
-        body: the file that is sent, whose position shows the progress; None if progress cannot be seen, so that one
-            period must suffice.
+        sent: returns a number that changes while the body is sent, such as the position in a file; -1 if nothing is
+            left to send. None if progress cannot be seen, so that one period must suffice.
         budget: gives the length of the period.
 
     Raises:
@@ -335,7 +340,7 @@ async def watch_upload(asked: Awaitable[T], body: IO[bytes] | None, budget: Requ
         done, _ = await asyncio.wait({task}, timeout=budget.stall_seconds)
         if done:
             return task.result()
-        now = body.tell() if body is not None else -1
+        now = sent() if sent is not None else -1
         if now == before:
             task.cancel()
             raise budget.stalled_error()

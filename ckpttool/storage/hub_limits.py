@@ -7,16 +7,27 @@ since httpx has no limit of time for a whole header: its connection pool is give
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from threading import get_ident
 from typing import Any
+from urllib.parse import urlsplit
 
+from ..bounded_json import parse
+from ..errors import Corrupt, RemoteError, Unsafe
 from .answer_limits import LIMITS, RequestBudget, check_redirect, current_budget
 
-__all__ = ["bound_hub_client"]
+__all__ = ["bound_hub_client", "disabled_xet"]
+
+#: A key in the extensions of a request, and of those that it is redirected to: whether it asks the Hub's API, not for a
+#: file.
+_ASKS_API = "ckpttool_asks_api"
+#: What may be the name of a file in huggingface_hub's cache, which drops a W at the beginning of an ETag.
+_PLAIN = re.compile(r'W*[^W./\\"][^/\\"]{0,127}')
 
 
 def bound_hub_client() -> None:
@@ -46,23 +57,78 @@ def _bound_client(client: Any) -> Any:
     return client
 
 
+@contextmanager
+def disabled_xet() -> Iterator[None]:
+    """Keep huggingface_hub from using Xet while the block runs. Xet has a client of its own, without our limits, and
+    with it huggingface_hub takes names of files from listings, and the address that gets the token from a header."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_DISABLE_XET
+    constants.HF_HUB_DISABLE_XET = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_DISABLE_XET = before
+
+
 def _before_request(request: Any) -> None:
     """Check a request against the current budget, if there is one, before it is sent, and ask for an unencoded
-    response; a hook of httpx.
+    response; a hook of httpx. A request to another server than the Hub, such as one to a signed URL, gets no
+    credentials.
 
     Raises:
         RemoteError: the time for all requests has passed.
+        Unsafe: the Hub has an address with https, and names one without.
     """
-    if (budget := current_budget()) is not None:
-        budget.check_request_allowed()
-        request.headers["Accept-Encoding"] = "identity"
+    if (budget := current_budget()) is None:
+        return
+    budget.check_request_allowed()
+    request.headers["Accept-Encoding"] = "identity"
+    from huggingface_hub import constants
+
+    hub, to = (_make_origin(str(url)) for url in (constants.ENDPOINT, request.url))
+    if hub[0] == "https" and to[0] != "https":
+        raise Unsafe(
+            f"{budget.url}: the Hub names an address with {to[0][:20]}://, where anybody could read and change what is "
+            "sent. Check HF_ENDPOINT.",
+            code="CKPT0706",
+        )
+    if hub != to:
+        for name in ("Authorization", "Cookie"):
+            request.headers.pop(name, None)
+    path = request.url.path
+    request.extensions.setdefault(_ASKS_API, "/api/models/" in path and "/resolve/" not in path)
+
+
+def _make_origin(url: str) -> tuple[str, str | None, int | None]:
+    """Return (scheme, host, port) of a URL; a port that it does not name is that of the scheme."""
+    at = urlsplit(url)
+    return at.scheme, at.hostname, at.port or {"http": 80, "https": 443}.get(at.scheme)
+
+
+def _refuse_path(budget: RequestBudget, name: str, value: object) -> None:
+    """Check a value that huggingface_hub uses as the name of a file or folder in its cache.
+
+    Args:
+        budget: the request budget; its URL is in the message.
+        name: what the Hub calls the value: "ETag", "sha", ...
+        value: the value; of an ETag, what is between the quotes.
+
+    Raises:
+        RemoteError: it is not a plain file name.
+    """
+    if not (isinstance(value, str) and value.isascii() and value.isprintable() and _PLAIN.fullmatch(value)):
+        raise RemoteError(
+            f"{budget.url}: the Hub sends {str(value)[:80]!r} as {name}, which is none. Check HF_ENDPOINT.",
+            code="CKPT0906",
+        )
 
 
 def _after_response(response: Any) -> None:
     """Check the headers of a response and limit its body, if a request budget is in effect; a hook of httpx.
 
     Raises:
-        RemoteError: the headers break a rule of the budget.
+        RemoteError: the headers break a rule of the budget, or name a path where huggingface_hub expects a hash.
         Unsafe: a redirect, or the link to the next page, is one that `check_redirect` refuses.
     """
     budget = current_budget()
@@ -75,8 +141,12 @@ def _after_response(response: Any) -> None:
     link = response.links.get("next", {}).get("url", "")
     if link:  # the token goes with the request for the next page
         check_redirect("POST", str(request.url), link)
+    for name in ("ETag", "X-Linked-ETag", "X-Repo-Commit") if budget.downloads else ():
+        if (value := response.headers.get(name)) is not None:
+            _refuse_path(budget, name, value.removeprefix("W/").strip('"'))
     asked = request.headers.get("Range", "")
-    downloads = budget.downloads and request.method == "GET" and not asked
+    asks_api = budget.downloads and request.extensions.get(_ASKS_API, False)
+    downloads = budget.downloads and request.method == "GET" and not asked and not asks_api
     most = LIMITS.download_bytes if downloads else None
     most = budget.body_limit(request.method, str(request.url), asked, response.status_code, response.headers, most)
     if downloads and response.status_code < 300:
@@ -84,7 +154,12 @@ def _after_response(response: Any) -> None:
     ranged = bool(asked) and response.status_code < 300
     stream_class = _make_body_class(sys.modules[type(response).__module__.partition(".")[0]].SyncByteStream)
     response.stream = stream_class(
-        response.stream, budget, most, counted=not (ranged or downloads), ignored=response.status_code == 200
+        response.stream,
+        budget,
+        most,
+        counted=not (ranged or downloads),
+        ignored=response.status_code == 200,
+        names_commit=asks_api and response.status_code < 300,
     )
 
 
@@ -99,7 +174,9 @@ class _BoundedBody:
     """The body of an answer, as httpx's SyncByteStream, which ends with an error where more than `most` bytes
     arrive."""
 
-    def __init__(self, stream: Any, budget: RequestBudget, most: int, *, counted: bool, ignored: bool) -> None:
+    def __init__(
+        self, stream: Any, budget: RequestBudget, most: int, *, counted: bool, ignored: bool, names_commit: bool
+    ) -> None:
         """Wrap the body of a response.
 
         Args:
@@ -108,6 +185,7 @@ class _BoundedBody:
             most: bytes that the body may have.
             counted: whether the bytes count against the budget: not those of ranges and downloads.
             ignored: whether the response has status 200: the whole object, even if a range of it was asked for.
+            names_commit: whether the body is JSON that may name the commit of a download, which is checked.
         """
         self._stream, self._budget, self._most, self._counted, self._ignored = (
             stream,
@@ -116,12 +194,14 @@ class _BoundedBody:
             counted,
             ignored,
         )
+        self._names_commit = names_commit
 
     def __iter__(self) -> Iterator[bytes]:
         """Yield the pieces of the body, as bytes.
 
         Raises:
-            RemoteError: the body is longer than allowed, or would fill the memory once it is parsed.
+            RemoteError: the body is longer than allowed, would fill the memory once it is parsed, or names a path as
+                the commit of a download.
         """
         got, whole = 0, bytearray()
         for data in self._stream:
@@ -133,7 +213,15 @@ class _BoundedBody:
             if self._counted:
                 whole += data
             yield data
-        self._budget.check_body(bytes(whole))
+        body = bytes(whole)
+        self._budget.check_body(body)
+        if self._names_commit:
+            try:
+                found = parse(body, "the Hub's answer")
+            except (Corrupt, Unsafe) as e:
+                raise RemoteError(f"{self._budget.url}: {e} Check HF_ENDPOINT.", code="CKPT0906") from None
+            if isinstance(found, dict) and "sha" in found:
+                _refuse_path(self._budget, "the commit", found["sha"])
 
     def close(self) -> None:
         """Close the wrapped stream."""
@@ -173,7 +261,13 @@ class _WatchedStream:
         return getattr(self._stream, name)
 
     def start_tls(self, *args: Any, **how: object) -> object:
-        """Start TLS as the wrapped stream does, with its arguments, and return a watched stream."""
+        """Start TLS as the wrapped stream does, with its arguments, within `stall_seconds`, and return a watched
+        stream."""
+        budget = current_budget()
+        if budget is not None:
+            timeout = how.get("timeout")
+            most = budget.stall_seconds
+            how["timeout"] = min(timeout, most) if isinstance(timeout, int | float) else most
         return _WatchedStream(self._stream.start_tls(*args, **how))
 
     def write(self, *args: Any, **how: object) -> None:

@@ -14,9 +14,9 @@ from html import unescape
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urljoin
 
-from ..errors import RemoteError, Unsafe
+from ..errors import CkpttoolError, RemoteError, Unsafe
 from .answer_limits import LIMITS
-from .retries import with_retries
+from .retries import redact_message, with_retries
 from .urls import check_object_name
 
 if TYPE_CHECKING:
@@ -50,14 +50,16 @@ def follow_pages(
             the server announced another page without naming it.
 
     Raises:
-        RemoteError: a page is named twice, there are too many, or they take too long.
+        RemoteError: a page is named twice, there are too many of them or of their entries, or they take too long.
     """
     more: StoreInfo | None = {}
     seen: set[str] = set()
+    entries = 0
     until = time.monotonic() + LIMITS.question_seconds
     while more is not None:
         page = ask(more)
         yield page
+        entries += sum(len(rows) for rows in page.values() if isinstance(rows, list))
         try:
             more = following(page)
         except KeyError as e:
@@ -71,8 +73,10 @@ def follow_pages(
                 f"takes more than {_MOST_TOKEN:,} in a URL. Check the server.",
                 code="CKPT0906",
             )
-        if more is not None and (token in seen or len(seen) >= LIMITS.answers):
-            again = "comes back to a page that was there" if token in seen else f"has more than {LIMITS.answers} pages"
+        if more is not None and (token in seen or len(seen) >= LIMITS.answers or entries > LIMITS.names):
+            again = f"has more than {LIMITS.answers} pages or {LIMITS.names:,} entries"
+            if token in seen:
+                again = "comes back to a page that was there"
             raise RemoteError(
                 f"{url}: the server's listing {again}, so it has no end. Check the server.", code="CKPT0906"
             )
@@ -107,7 +111,7 @@ def list_entries(fs: AbstractFileSystem, path: str, query: str, url: str) -> dic
         return out
     found: Iterable[StoreInfo]
     if (list_pages := _get_lister(protocols)) is not None:
-        found = list_pages(fs, path, url, False)
+        found = _check_answers(list_pages(fs, path, url, False), url)
     elif "hf" in protocols:
         at = with_retries(url, lambda: fs.resolve_path(path))
         found = with_retries(url, lambda: _list_hub(fs, path, at, url))
@@ -171,13 +175,36 @@ def list_tree(fs: AbstractFileSystem, path: str, url: str) -> Iterator[tuple[str
     list_pages = _get_lister(get_protocols(fs))
     if list_pages is None:
         return None
-    found = ((str(info["name"]).removeprefix(path + "/"), info) for info in list_pages(fs, path, url, True))
+    infos = _check_answers(list_pages(fs, path, url, True), url)
+    found = ((str(info["name"]).removeprefix(path + "/"), info) for info in infos)
     # without the mark of an empty folder; that of one below it ends in a slash
     return (
         (check_object_name(name.removesuffix("/"), url) + "/" * name.endswith("/"), info)
         for name, info in found
         if name
     )
+
+
+def _check_answers(found: Iterator[StoreInfo], url: str) -> Iterator[StoreInfo]:
+    """Yield what a store lists, and refuse an answer that lacks a key or has a value of another type than it must have.
+
+    Args:
+        found: fsspec's `info` of each entry, made of the answers while they are asked for.
+        url: of the folder, for messages.
+
+    Raises:
+        RemoteError: an answer does not have the form of a listing.
+    """
+    try:
+        yield from found
+    except CkpttoolError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError) as e:
+        raise RemoteError(
+            f"{url}: the store answers with something that is no listing ({type(e).__name__}: {redact_message(e)}). "
+            "Check the address and the server.",
+            code="CKPT0906",
+        ) from None
 
 
 def get_protocols(fs: AbstractFileSystem) -> list[str]:
@@ -325,7 +352,8 @@ def _list_links(fs: AbstractFileSystem, url: str) -> list[str]:
         async with session.get(fs.encode_url(url), **fs.kwargs) as answer:
             fs._raise_not_found_for_status(answer, url)
             kind = answer.headers.get("Content-Type", "text/html").partition(";")[0]
-            return await answer.text(errors="ignore") if kind == "text/html" else ""
+            # not the encoding that the server names: Python's decoders of some take hours for a page
+            return await answer.text("utf-8", errors="ignore") if kind == "text/html" else ""
 
     page: str = sync(fs.loop, call)
     base = url.partition("?")[0].rstrip("/") + "/"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ..errors import CkpttoolError, note_change
+from ..errors import CkpttoolError, Corrupt, Differs, NotRecognised, Unsafe, note_change
 from ..index.draft import Draft
 from . import urls
 from .destination_protocol import DestinationFile, ParallelDestination, PartResult, SharedState
@@ -107,9 +107,13 @@ class _UploadDestination(ParallelDestination):
 
     def add_hint(self, e: CkpttoolError) -> None:
         """Add a note to an error: that the new checkpoint is in place, after `commit`; or how to resume, if workers
-        sent parts and the error keeps them."""
+        sent parts and the error keeps them. The message about a difference that the read-back found says what to
+        do."""
         if self.in_place:
-            e.add_note(self.state_after_error)
+            if isinstance(e, (Corrupt, NotRecognised, Unsafe)):
+                e.add_note(f"{self.location} is in place, but cannot be read back. Remove it.")
+            elif not isinstance(e, Differs):
+                e.add_note(self.state_after_error)
         elif self.shared and e.keeps_work:
             e.add_note(self.resume_hint)
 

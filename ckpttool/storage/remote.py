@@ -157,7 +157,13 @@ def _make_client_options(scheme: str) -> dict[str, object]:
             raise ImportError("s3fs")
         from .aiohttp_limits import make_s3_session_class
 
-        return {"config_kwargs": {"retries": {"total_max_attempts": 1}, "http_session_cls": make_s3_session_class()}}
+        return {
+            "config_kwargs": {
+                "retries": {"total_max_attempts": 1},
+                "http_session_cls": make_s3_session_class(),
+                "read_timeout": LIMITS.write_seconds,  # s3fs would give up sooner than our own limits do
+            }
+        }
     if scheme in ("http", "https", "gs", "gcs"):
         from .aiohttp_limits import session_settings
 
@@ -329,23 +335,25 @@ class RemoteSource(Source):
 
     def list_ahead(self) -> bool:
         """List all objects below the URL, a page for each request. Return True if `list` and `glance` need no further
-        requests; False, with nothing kept, if there are more than `LIMITS.names` objects or the store cannot list
-        recursively (all but S3, GCS and Azure).
+        requests; False, with nothing kept, if there are `LIMITS.names` objects and folders or more, or the store cannot
+        list recursively (all but S3, GCS and Azure).
 
         Raises:
             RemoteError: the store fails.
         """
         found = list_tree(self._fs, self._get_pinned_prefix(), self.root)
+        folders: set[str] = set()
         try:
-            for n, (name, info) in enumerate(found or ()):
+            for n, (name, info) in enumerate(found or (), start=1):
                 folder, _, last = name.rpartition("/")
                 inside = self._listed.setdefault(folder, {})
                 if last:
                     inside[last] = self._record_listed(name, info)
-                while folder:
+                while folder and folder not in folders:
+                    folders.add(folder)
                     folder, _, last = folder.rpartition("/")
                     self._listed.setdefault(folder, {}).setdefault(last, None)
-                if n >= LIMITS.names:
+                if n + len(folders) >= LIMITS.names:
                     break
             else:
                 return found is not None
@@ -608,7 +616,7 @@ def _pin_commit(fs: AbstractFileSystem, path: str) -> tuple[str, str | None]:
     kind = constants.REPO_TYPES_URL_PREFIXES.get(at.repo_type, "")
     if not found.sha:
         return path, None
-    commit = get_commit_hash(found, f"hf://{kind}{at.repo_id}")
+    commit = get_commit_hash(found.sha, f"hf://{kind}{at.repo_id}")
     return f"{kind}{at.repo_id}@{commit}/{at.path_in_repo}".rstrip("/"), commit
 
 
@@ -638,23 +646,22 @@ def _fetch_info(fs: AbstractFileSystem, path: str) -> dict[str, object]:
     raise FileNotFoundError(path)
 
 
-def get_commit_hash(found: Any, url: str) -> str:
-    """Return the commit of a revision, in hex.
+def get_commit_hash(told: object, url: str) -> str:
+    """Return a commit, in hex.
 
     Args:
-        found: the answer of huggingface_hub's `repo_info`, whose attribute `sha` is the commit.
+        told: what the Hub calls the commit of a revision.
         url: of the repository, for messages.
 
     Raises:
-        RemoteError: the Hub's answer is no commit.
+        RemoteError: that is no commit.
     """
-    if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", str(found.sha)):
+    if not isinstance(told, str) or not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", told):
         raise RemoteError(
-            f"{url}: the Hub calls {str(found.sha)[:80]!r} the commit of this revision, which is none. Check "
-            "HF_ENDPOINT.",
+            f"{url}: the Hub calls {str(told)[:80]!r} the commit of this revision, which is none. Check HF_ENDPOINT.",
             code="CKPT0906",
         )
-    return str(found.sha)
+    return told
 
 
 def _parse_time(info: dict[str, Any]) -> float | None:
@@ -668,10 +675,10 @@ def _parse_time(info: dict[str, Any]) -> float | None:
 
 
 def _hash64(text: str) -> int:
-    """Return the first 64 bits of the SHA-256 of a text, as an integer."""
+    """Return the first 64 bits of the SHA-256 of a text, as an integer; an ETag may hold halves of surrogate pairs."""
     from hashlib import sha256
 
-    return int.from_bytes(sha256(text.encode()).digest()[:8], "little")
+    return int.from_bytes(sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "little")
 
 
 _NO_VERSION = 0x141CFC9842C4B0E3  # _hash64("")

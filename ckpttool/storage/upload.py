@@ -639,6 +639,7 @@ class FileUpload:
             """Write the bytes; if an earlier try failed, send what is in the buffer of the file instead."""
             nonlocal buffered
             if buffered:  # the bytes are in its buffer; only sending them failed
+                self._reopen_unbegun()
                 self.file.flush()
             else:
                 buffered = True
@@ -652,8 +653,20 @@ class FileUpload:
         Raises:
             RemoteError: the store fails.
         """
+
+        def close() -> None:
+            """Close the file, also if an earlier try failed to begin the upload."""
+            self._reopen_unbegun()
+            self.file.close()
+
         if not self.file.closed:
-            with_retries(self.url, self.file.close, writes=True)
+            with_retries(self.url, close, writes=True)
+
+    def _reopen_unbegun(self) -> None:
+        """Let another try begin the upload if gcsfs could not begin it: fsspec then calls the file closed, and would
+        not send its bytes."""
+        if self.file.closed and getattr(self.file, "location", "") is None:
+            self.file.closed, self.file.forced, self.file.offset = False, False, None
 
     def commit(self) -> None:
         """Make the object visible, as a whole.
@@ -672,4 +685,4 @@ class FileUpload:
         Raises:
             RemoteError: the store fails.
         """
-        with_retries(self.url, self.file.discard, writes=True)
+        with_retries(self.url, self.file.discard)

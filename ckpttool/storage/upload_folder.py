@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence, Set
 from ..bounded_json import parse
 from ..errors import CkpttoolError, Corrupt, DestinationExists, Unsafe, Unsupported, argument
 from . import upload
-from .azure import AzureObject, is_azure
+from .azure import AzureObject
 from .listings import list_tree
 from .objects import conditional_object, delete_remote_object, get_with_token, put_if_unchanged, s3_object
 from .remote import filesystem_for
@@ -106,9 +106,8 @@ class UploadFolder:
             RemoteError: the store fails.
         """
         try:
-            if is_azure(self._fs):
-                blobs = list_tree(self._fs, self._path, redact_url(self.url)) or ()
-                return sorted(name for name, info in blobs if info["type"] == "file")
+            if (tree := list_tree(self._fs, self._path, redact_url(self.url))) is not None:
+                return sorted(name for name, info in tree if info["type"] == "file")
             found: list[str] = with_retries(redact_url(self.url), lambda: self._fs.find(self._path))
         except NotFound:
             return []

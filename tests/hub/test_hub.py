@@ -6,17 +6,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from commands import ckpttool_here
-from fake_hub import OWNER, STRANGER, Hub
+from fake_hub import OWNER, STRANGER, Hub, _Handler
 from huggingface_hub import (
     CommitOperationAdd,
     CommitOperationDelete,
@@ -30,8 +32,10 @@ from peers import FIXTURES, files_of
 from safetensors.torch import load_file, save_file
 
 import ckpttool
-from ckpttool.errors import CkpttoolError, NotRecognised, RemoteError, SourceChanged
-from ckpttool.storage import retries
+from ckpttool.errors import CkpttoolError, NotRecognised, RemoteError, SourceChanged, Unsafe
+from ckpttool.hub import client
+from ckpttool.huggingface.model_files import fetch_from_hub
+from ckpttool.storage import answer_limits, hub_limits, retries
 from ckpttool.storage.remote import RemoteSource
 
 MIB = 1 << 20
@@ -507,3 +511,139 @@ def test_files_of_fsspec(hub: Hub) -> None:
     fs = HfFileSystem()
     assert fs.ls("org/name", detail=False) == ["org/name/d"] and fs.cat_file("org/name/d/a", 2, 5) == b"234"
     assert os.environ["HF_ENDPOINT"] == fs.endpoint == hub.endpoint
+
+
+# ------------------------------------------------------------------------- files of a model that --config ID names
+
+
+Answer = tuple[int, bytes, dict[str, str]]
+
+
+def answer_otherwise(monkeypatch: pytest.MonkeyPatch, change: Callable[[str, Answer], Answer]) -> None:
+    """Let the Hub send what `change` makes of (path of a request, answer to it)."""
+    route = _Handler._route
+    monkeypatch.setattr(_Handler, "_route", lambda self, body: change(self.path, route(self, body)))
+
+
+def files_below(folder: Path) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("where", ["ETag", "X-Linked-ETag", "X-Repo-Commit", "sha", "sha in UTF-16", "lfs"])
+@pytest.mark.parametrize("climbs", [False, True])
+def test_no_hash_of_the_hub_is_used_as_a_path(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str, climbs: bool
+) -> None:
+    """huggingface_hub makes names of files of ETags, commits and, with Xet, of SHA-256s in listings."""
+    from huggingface_hub import constants
+
+    hub.commit("org/name", {"config.json": b"{}"})
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    path = "../../../../outside/x" if climbs else str(outside / "x")
+
+    def change(at: str, answer: Answer) -> Answer:
+        status, body, headers = answer
+        if where.startswith("sha") and "/revision/" in at:
+            told = json.dumps({**json.loads(body), "sha": path})
+            return status, told.encode("utf-16" if where == "sha in UTF-16" else "utf-8"), headers
+        if where == "lfs" and "/tree/" in at:
+            more = {"lfs": {"oid": path, "size": 2, "pointerSize": 3}, "xetHash": "0" * 64}
+            return status, json.dumps([row | more for row in json.loads(body)]).encode(), headers
+        told = f'"{path}"' if "ETag" in where else path
+        return status, body, {**headers, where: told} if "/resolve/" in at else headers
+
+    answer_otherwise(monkeypatch, change)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    if where == "lfs":  # the file comes without Xet
+        assert (Path(fetch_from_hub("org/name", ["*.json"])) / "config.json").read_bytes() == b"{}"
+    else:
+        words = "the Hub's answer: not JSON" if where == "sha in UTF-16" else "the Hub sends '.*x.*which is none"
+        with pytest.raises(RemoteError, match=f"there is no such folder.*{words}") as e:
+            fetch_from_hub("org/name", ["*.json"])
+        assert e.value.code == "CKPT0906"
+    assert files_below(tmp_path) - {"outside"} <= {n for n in files_below(tmp_path) if n.startswith("hf")}
+    assert constants.HF_HUB_DISABLE_XET is False
+
+
+def test_a_model_is_found_offline_once_it_was_fetched(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    hub.commit("org/name", {"config.json": b'{"sha": "/of/a/config"}', "tokenizer.json": b" " * (7 * MIB)})
+    there = fetch_from_hub("org/name", ["*.json"])
+    assert {p.name: p.stat().st_size for p in Path(there).iterdir()} == {"config.json": 23, "tokenizer.json": 7 * MIB}
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.forget()
+    assert fetch_from_hub("org/name", ["*.json"]) == there and not hub.seen
+
+
+@pytest.mark.parametrize("told", ['W/"0123-4567"', '"0x8DC:1+2="'])
+def test_other_hubs_may_have_other_etags(hub: Hub, monkeypatch: pytest.MonkeyPatch, told: str) -> None:
+    """The Hub itself redirects to below /api/, where a file may have more bytes than an answer of the API."""
+    data = b'{"sha": "/of/a/config"}' + b" " * (7 * MIB)
+    hub.commit("org/name", {"config.json": data})
+
+    def change(at: str, answer: Answer) -> Answer:
+        status, body, headers = answer
+        if at.startswith("/org/name/resolve/"):
+            return 307, b"", {"Location": f"/api/resolve-cache/models{at}", "X-Repo-Commit": headers["X-Repo-Commit"]}
+        return status, body, headers
+
+    answer_otherwise(monkeypatch, change)
+    cached = _Handler._route
+
+    def route(self: _Handler, body: bytes) -> Answer:
+        if self.path.startswith("/api/resolve-cache/"):
+            commit = hub.repos["org/name"].refs["main"]
+            return 200, data, {"ETag": told, "X-Repo-Commit": commit, "Content-Type": "application/json"}
+        return cached(self, body)
+
+    monkeypatch.setattr(_Handler, "_route", route)
+    assert (Path(fetch_from_hub("org/name", ["*.json"])) / "config.json").read_bytes() == data
+
+
+def test_an_answer_of_the_api_is_bounded_while_files_are_fetched(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.commit("org/name", {"config.json": b"{}"})
+    answer_otherwise(monkeypatch, lambda at, a: (a[0], a[1] + b" " * (7 * MIB), a[2]) if "/tree/" in at else a)
+    with pytest.raises(RemoteError, match="more than the 6,291,456 bytes"):
+        fetch_from_hub("org/name", ["*.json"])
+
+
+# ---------------------------------------------------------------------------------------- who gets the credentials
+
+
+@pytest.mark.parametrize(
+    ("url", "kept"),
+    [
+        ("https://hub.test/api/x", True), ("https://hub.test:443/x", True), ("https://hub.test:8443/x", False),
+        ("https://store.test/x", False), ("https://hub.test.evil/x", False), ("http://hub.test/x", None), ("http://store.test/x", None),
+    ],
+)  # fmt: skip
+def test_only_the_hub_gets_the_token(monkeypatch: pytest.MonkeyPatch, url: str, kept: bool | None) -> None:
+    """None: the request is refused."""
+    from huggingface_hub import constants, get_session
+
+    monkeypatch.setattr(constants, "ENDPOINT", "https://hub.test")
+    request = get_session().build_request("POST", url, headers={"authorization": "Bearer x", "Cookie": "a=b"})
+    with answer_limits.within_budget(answer_limits.RequestBudget(URL)):
+        if kept is None:
+            with pytest.raises(Unsafe, match="names an address with http://") as e:
+                hub_limits._before_request(request)
+            assert e.value.code == "CKPT0706"
+            return
+        hub_limits._before_request(request)
+    assert ("Authorization" in request.headers, "Cookie" in request.headers) == (kept, kept)
+
+
+def test_a_hub_that_never_says_a_byte_of_tls(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    limits = answer_limits.Limits(stall_seconds=0.2, question_seconds=0.3)
+    for module in (answer_limits, client, hub_limits):
+        monkeypatch.setattr(module, "LIMITS", limits)
+    began = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(constants, "ENDPOINT", f"https://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(RemoteError, match=r"does not answer|has not given a whole answer"):
+            client.Repository("org/name").read_state()
+    assert time.monotonic() - began < 10

@@ -35,7 +35,7 @@ import numpy
 import pytest
 import torch
 from commands import ckpttool_here
-from fake_hub import OWNER, STRANGER, Hub
+from fake_hub import OWNER, STRANGER, Hub, _Handler
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import close_session
 from peers import FIXTURES, difference, files_of, load_dcp, tensors_of
@@ -439,6 +439,58 @@ def test_answers_of_another_shape(hub: Hub, where: str, answer: bytes) -> None:
         assert where in ("/tree/", "/validate-yaml")  # an empty list, or what nobody reads
 
 
+ROW = {"type": "file", "path": "a", "size": 1, "oid": "1" * 40}
+
+
+@pytest.mark.parametrize(
+    ("where", "answer", "words"),
+    [
+        (
+            "/refs", {"branches": [{"name": [1], "ref": "x", "targetCommit": "x"}], "tags": [], "converts": []},
+            r"says '\[1\]' where the name",
+        ),
+        ("/paths-info/", [{**ROW, "path": ["a"]}], "is there, but was not checked.*where the name of a file or branch"),
+        ("/tree/", [{**ROW, "path": ["a"]}], "where the name of a file or branch"),
+        ("/tree/", [{**ROW, "path": {"a": 1}}], "where the name of a file or branch"),
+        ("/tree/", [{**ROW, "path": "\ud800"}], "half of a surrogate pair"),
+        (
+            "?expand=", {"id": "org/name", "sha": "1" * 40, "private": "false", "tags": []},
+            "says 'false' to whether the repository is private",
+        ),
+    ],
+)  # fmt: skip
+def test_answers_with_one_value_of_another_shape(hub: Hub, where: str, answer: Any, words: str) -> None:
+    hub.commit("org/name", {"a": b"x"})
+    hub.rule = lambda method, path: (200, json.dumps(answer).encode()) if where in path else None
+    with pytest.raises((RemoteError, Unsafe), match=words) as e:
+        push(str(DCP), URL, config=CONFIG, revision="exp" if where == "/refs" else None)
+    assert URL in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"commitOid": [1]}, {"commitOid": "../x"}, {"commitUrl": 7}, {"commitUrl": "javascript:x"}, {"pullRequestUrl": {"a": 1}}],
+)  # fmt: skip
+def test_an_answer_to_the_commit_that_names_none(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    """The repository is looked at anew, and has the commit; that of a pull request cannot be seen there, so the error says
+    that it may exist."""
+    hub.commit("org/name", {"a": b"x"})
+    route = _Handler._route
+
+    def changed(self: _Handler, body: bytes) -> tuple[int, bytes, dict[str, str]]:
+        status, data, headers = route(self, body)
+        return status, json.dumps({**json.loads(data), **change}).encode() if "/commit/" in self.path else data, headers
+
+    monkeypatch.setattr(_Handler, "_route", changed)
+    with pytest.raises(RemoteError, match="answer to a commit, which may have been made: look at http") as e:
+        push(str(DCP), URL, config=CONFIG, pull_request=True)
+    assert e.value.code == "CKPT0906" and "refs/pr/1" in hub.repos["org/name"].refs
+    done = push(str(DCP), URL, config=CONFIG)
+    assert done.commit == hub.repos["org/name"].refs["main"] and len(commits(hub)) == 2
+
+
 def test_a_commit_that_cannot_be_checked_is_named(hub: Hub) -> None:
     hub.rule = lambda method, path: 503 if "paths-info" in path else None
     with pytest.raises(RemoteError, match="is there, but was not checked") as e:
@@ -617,8 +669,9 @@ def test_no_hub_at_all(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
         s.bind(("127.0.0.1", 0))
         free = s.getsockname()[1]
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free}")
-    with pytest.raises(RemoteError, match=f"the Hub at http://127.0.0.1:{free} does not answer"):
+    with pytest.raises(RemoteError, match=f"the Hub at http://127.0.0.1:{free} does not answer") as e:
         push(str(DCP), URL, config=CONFIG)
+    assert "uploaded" not in str(e.value)  # nothing was
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(RemoteError, match="HF_HUB_OFFLINE is set"):
         push(str(DCP), URL, config=CONFIG)

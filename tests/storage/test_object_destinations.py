@@ -21,8 +21,19 @@ from ckpttool.engine.diff import diff
 from ckpttool.engine.opening import open as open_checkpoint
 from ckpttool.engine.planning import plan
 from ckpttool.engine.verification import verify
-from ckpttool.errors import Corrupt, DestinationExists, Interrupted, NoSpace, RemoteError, SourceChanged, UsageError
-from ckpttool.storage import object_destinations, objects, retries, upload, upload_folder, urls
+from ckpttool.errors import (
+    CkpttoolError,
+    Corrupt,
+    DestinationExists,
+    Differs,
+    Interrupted,
+    NoSpace,
+    RemoteError,
+    SourceChanged,
+    UsageError,
+)
+from ckpttool.storage import listings, object_destinations, objects, retries, upload, upload_folder, urls
+from ckpttool.storage.answer_limits import Limits
 from ckpttool.storage.prefetch import FetchSizes
 from ckpttool.storage.remote import RemoteSource
 from ckpttool.storage.upload import UploadSizes
@@ -391,6 +402,48 @@ def test_a_connection_cut_every_so_often(
         assert proxy.cuts >= 5
     assert sent.digest == back.digest
     assert diff(DCP, str(tmp_path / "back")).equal
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "words", "note"),
+    [
+        (lambda data: bytes([*data[:-1], data[-1] ^ 1]), Differs, "The store returns other bytes than were sent; ask its operators.", None),
+        (lambda data: data[:-1], Corrupt, "", "is in place, but cannot be read back. Remove it."),
+    ],
+)  # fmt: skip
+def test_a_store_that_returns_other_bytes_than_were_sent(
+    s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch, change: Any, kind: type[CkpttoolError], words: str, note: str | None
+) -> None:  # fmt: skip
+    """Nobody is told that it was not read back, or that it is ckpttool's fault."""
+    url, client, real = f"{bucket}/a", s3.client(), upload_folder.UploadFolder.commit
+
+    def commit(self: Any) -> None:
+        real(self)
+        at = {"Bucket": bucket[5:], "Key": "a/model.safetensors"}
+        client.put_object(**at, Body=change(client.get_object(**at)["Body"].read()))
+
+    monkeypatch.setattr(upload_folder.UploadFolder, "commit", commit)
+    with pytest.raises(kind) as e:
+        convert(DCP, url, to="hf")
+    notes = [n for n in getattr(e.value, "__notes__", []) if n.startswith(url)]
+    assert str(e.value).endswith(words) and "report" not in str(e.value)
+    assert notes == ([] if note is None else [f"{url} {note}"])
+
+
+def test_a_destination_with_names_without_end(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listings, "LIMITS", Limits(names=100))
+
+    def page(n: int) -> bytes:
+        rows = "".join(f"<Contents><Key>a/{n}-{k}</Key><Size>1</Size></Contents>" for k in range(40))
+        more = f"<NextContinuationToken>{n}</NextContinuationToken>" if n < 20 else ""
+        return f"<ListBucketResult><IsTruncated>{str(n < 20).lower()}</IsTruncated>{more}{rows}</ListBucketResult>".encode()
+
+    rule = lambda m, p: (200, page(len(proxy.seen))) if "list-type" in p else None  # noqa: E731
+    with Flaky(s3.endpoint, rule) as proxy:
+        s3.environment(monkeypatch, proxy.endpoint)
+        with pytest.raises(RemoteError, match="has more than 1000 pages or 100 entries, so it has no end") as e:
+            upload_folder.UploadFolder(f"{bucket}/a", ["x"], force=True, open_at_once=1, largest=1)
+        assert e.value.code == "CKPT0906" and len(proxy.seen) == 3
 
 
 # ------------------------------------------------------------------------------------------------------ two runs at once

@@ -21,6 +21,7 @@ import fsspec
 import pytest
 import stores
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractBufferedFile
 from stores import KEY_ID, SECRET, Flaky, Moto, first
 
 from ckpttool.engine import conversion, planning, verification
@@ -34,7 +35,7 @@ from ckpttool.errors import (
     Unsupported,
     UsageError,
 )
-from ckpttool.storage import answer_limits, objects, retries, upload, urls
+from ckpttool.storage import answer_limits, listings, objects, remote, retries, upload, urls
 from ckpttool.storage.prefetch import FetchSizes
 from ckpttool.storage.remote import RemoteSource, filesystem_for
 from ckpttool.storage.upload import ObjectUpload, UploadSizes
@@ -193,15 +194,37 @@ def test_lists_what_lies_directly_below(s3: Moto, bucket: str) -> None:
     assert RemoteSource(f"{bucket}/nothing").list() == []
 
 
+@pytest.mark.parametrize("row", ["<Contents><Size>3</Size></Contents>", "<CommonPrefixes></CommonPrefixes>"])
+def test_a_listing_without_names(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch, row: str) -> None:
+    told = f"<ListBucketResult>{row}</ListBucketResult>".encode()
+    with Flaky(s3.endpoint, lambda m, p: (200, told)) as proxy:
+        s3.environment(monkeypatch, proxy.endpoint)
+        with pytest.raises(RemoteError, match=f"{bucket}: the store answers with something that is no listing") as e:
+            RemoteSource(bucket).list()
+        assert e.value.code == "CKPT0906"
+
+
+def test_a_listing_of_all_objects_counts_folders_too(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One page of S3 has names of more than 900,000 folders."""
+    monkeypatch.setattr(remote, "LIMITS", answer_limits.Limits(names=50))
+    put(s3, f"{bucket}/a/{'b/' * 20}c", b"")
+    put(s3, f"{bucket}/a/{'b/' * 20}d/e", b"")
+    put(s3, f"{bucket}/z/{'b/' * 50}c", b"")
+    source = RemoteSource(f"{bucket}/a")
+    assert source.list_ahead() and source.list("/".join("b" * 20)) == ["c", "d"]
+    source = RemoteSource(f"{bucket}/z")
+    assert not source.list_ahead() and not source._listed and source.list() == ["b"]
+
+
 @pytest.mark.parametrize(
-    "name", ["../x", "/x", "a/../../x", "a//b", "", ".", "..", "a\0b", "s3://other/x", "a\\..\\b", "a?versionId=1"]
-)
+    "name", ["../x", "/x", "a/../../x", "a//b", "", ".", "..", "a\0b", "s3://other/x", "a\\..\\b", "a?versionId=1", "a\ud800"]
+)  # fmt: skip
 def test_names_that_lead_out(s3: Moto, bucket: str, name: str) -> None:
     put(s3, f"{bucket}/x", b"secret")
-    source = RemoteSource(f"{bucket}/run")
-    with pytest.raises(Unsafe, match="leads out of"):
+    source, words = RemoteSource(f"{bucket}/run"), "surrogate pair" if "\ud800" in name else "leads out of"
+    with pytest.raises(Unsafe, match=words):
         source.size(name)
-    with pytest.raises(Unsafe, match="leads out of"):
+    with pytest.raises(Unsafe, match=words):
         source.read(name, 0, 1)
     assert not source.exists(name)
 
@@ -542,6 +565,42 @@ def test_any_store_of_fsspec() -> None:
     assert RemoteSource(url).list() == ["b"]
 
 
+class Begun(Plain):
+    """A store whose upload has an address (`location`), which gcsfs asks for first; the first time in vain."""
+
+    protocol = "begun"
+    asked: ClassVar[list[str]] = []
+
+    def _open(self, path: str, mode: str = "rb", autocommit: bool = True, **how: Any) -> Any:
+        return BegunFile(self, path, mode, autocommit=autocommit, cache_type="none", **how)
+
+
+class BegunFile(AbstractBufferedFile):
+    location = None
+
+    def _initiate_upload(self) -> None:
+        self.fs.asked.append("begin")
+        if len(self.fs.asked) == 1:
+            raise answer_limits.Stalled("no progress")
+        self.location = "there"
+
+    def _upload_chunk(self, final: bool = False) -> bool:
+        assert self.location == "there"
+        self.fs.asked.append(self.buffer.getvalue().decode())
+        return True
+
+
+@pytest.mark.parametrize("data", [b"0123", b"0123456789"])
+def test_an_upload_that_begins_at_the_second_try(data: bytes) -> None:
+    """fsspec calls the file closed when the first one fails, be it in the middle or at the end of the file."""
+    fsspec.register_implementation("begun", Begun, clobber=True)
+    Begun.asked.clear()
+    up = upload.FileUpload("begun://t/a", force=True, block_bytes=8)
+    up.append(data)
+    up.flush()
+    assert Begun.asked[:2] == ["begin", "begin"] and "".join(Begun.asked[2:]) == data.decode()
+
+
 def test_memory_is_read_only() -> None:
     fsspec.filesystem("memory").pipe("/t/a", b"0123")
     source = RemoteSource("memory://t")
@@ -841,6 +900,63 @@ def test_swap_in_threads(bucket: str) -> None:
     assert len(won) == 1 and objects.get_with_token(url)[0] == b"%d" % won[0]
 
 
+def test_a_large_object_is_read_in_ranges(
+    s3: Moto, bucket: str, web: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page of a listing has 2 MiB at most, a ledger 256."""
+    data = noise(17 * MIB)
+    put(s3, f"{bucket}/l", data)
+    with Flaky(s3.endpoint, first(1, "cut", "GET")) as proxy:
+        s3.environment(monkeypatch, proxy.endpoint)
+        found, token = objects.get_with_token(f"{bucket}/l")
+        assert found == data
+        asked = [h["range"] for (method, _, what), h in zip(proxy.seen, proxy.headers, strict=True) if method == "GET"]
+        assert asked == [f"bytes={k * 8 * MIB}-{(k + 1) * 8 * MIB - 1}" for k in (0, 0, 1, 2)]
+        assert objects.put_if_unchanged(f"{bucket}/l", b"", token)
+        found, token = objects.get_with_token(f"{bucket}/l")
+        assert found == b"" and objects.put_if_unchanged(f"{bucket}/l", b"1", token)
+    (tmp_path / "l").write_bytes(data)
+    assert objects.get_with_token(f"{web}/l") == (data, "") and objects.get_with_token(f"{web}/k") == (b"", None)
+    monkeypatch.setattr(objects, "MOST_BYTES", 17 * MIB - 1)
+    put(s3, f"{bucket}/l", data)
+    with Flaky(s3.endpoint, lambda method, path: None) as proxy:
+        s3.environment(monkeypatch, proxy.endpoint)
+        with pytest.raises(Unsafe, match=r"has 17,825,792 bytes.*more than 17,825,791 are refused"):
+            objects.get_with_token(f"{bucket}/l")
+        assert [method for method, _, _ in proxy.seen] == ["GET"], "no more than the first range"
+    with pytest.raises(Unsafe, match="are refused"):
+        objects.get_with_token(f"{web}/l")
+
+
+@pytest.mark.parametrize("conditions", [True, False])
+def test_an_object_that_changes_while_it_is_read(
+    s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch, conditions: bool
+) -> None:
+    """The token is that of all bytes, also in a store that ignores conditions of reads."""
+    monkeypatch.setattr(objects, "_PIECE_BYTES", 10)
+    url, new = f"{bucket}/l", iter([b"2" * 25, b"3" * 5, b"", b"4" * 25])
+    put(s3, url, b"1" * 25)
+    read = objects.S3Object.read_range
+
+    def replaced(at: objects.S3Object, start: int, n: int, token: str | None = None) -> Any:
+        if start == 10 and (data := next(new, None)) is not None:
+            put(s3, url, data)
+        return read(at, start, n, token if conditions else None)
+
+    monkeypatch.setattr(objects.S3Object, "read_range", replaced)
+    found, token = objects.get_with_token(url)
+    assert found == b"3" * 5 and objects.put_if_unchanged(url, b"5" * 30, token)
+    found, token = objects.get_with_token(url)
+    assert found == b"" and objects.put_if_unchanged(url, b"6" * 25, token)
+    monkeypatch.setattr(objects, "_READS", 3)
+    new = (b"%d" % k * 25 for k in range(7, 20))
+    with pytest.raises(RemoteError, match="each of the 3 times"):
+        objects.get_with_token(url)
+    new = iter([])
+    found, token = objects.get_with_token(url)
+    assert found == get(s3, url) and objects.put_if_unchanged(url, b"", token)
+
+
 # ------------------------------------------------------------------------------------------- stores that lie when written to
 
 
@@ -937,6 +1053,57 @@ def test_a_listing_of_parts_without_an_end(s3: Moto, bucket: str, monkeypatch: p
         at = objects.s3_object(f"{bucket}/a")
         assert at is not None and at.list_unfinished_uploads("a", lambda _: True) == []
         assert len(proxy.seen) == 2
+
+
+UPLOADS = "<ListMultipartUploadsResult>{}</ListMultipartUploadsResult>"
+MORE = "<IsTruncated>true</IsTruncated><NextKeyMarker>{0}</NextKeyMarker><NextUploadIdMarker>{0}</NextUploadIdMarker>"
+
+
+@pytest.mark.parametrize(
+    ("page", "asked"),
+    [
+        (lambda n: "<Upload><Key>a</Key></Upload>", 1), (lambda n: "<Upload><UploadId>7</UploadId></Upload>", 1),
+        (lambda n: MORE.format(n) + f"<Upload><Key>a</Key><UploadId>{n}</UploadId></Upload>" * 40, 3),
+    ],
+)  # fmt: skip
+def test_uploads_without_a_name_or_without_an_end_are_left_alone(
+    s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch, page: Any, asked: int
+) -> None:
+    monkeypatch.setattr(listings, "LIMITS", answer_limits.Limits(names=100))
+    with Flaky(s3.endpoint, lambda m, p: (200, UPLOADS.format(page(len(proxy.seen))).encode())) as proxy:
+        s3.environment(monkeypatch, proxy.endpoint)
+        at = objects.s3_object(f"{bucket}/a")
+        assert at is not None and at.list_unfinished_uploads("a", lambda _: True) == []
+        assert len(proxy.seen) == asked
+
+
+@pytest.mark.parametrize("lost", ["Key", "VersionId", "LastModified"])
+def test_versions_without_what_they_are_removed_by(
+    s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    row = {"Key": "a", "VersionId": "7", "LastModified": "2026-01-01T00:00:00.000Z"}
+    said = "".join(f"<{k}>{v}</{k}>" for k, v in row.items() if k != lost)
+    told = f"<ListVersionsResult><Version>{said}</Version></ListVersionsResult>".encode()
+    with Flaky(s3.endpoint, lambda m, p: (200, told)) as proxy:
+        s3.environment(monkeypatch, proxy.endpoint)
+        at = objects.s3_object(f"{bucket}/a")
+        assert at is not None
+        with pytest.raises(RemoteError, match=f"{bucket}/a: the store answers without {lost}") as e:
+            objects._list_versions(at)
+        assert e.value.code == "CKPT0906"
+
+
+def test_a_store_may_take_its_time_after_an_upload(s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 300 seconds, while s3fs gives up after 15."""
+    from s3fs import S3FileSystem
+
+    monkeypatch.setattr(S3FileSystem, "read_timeout", 0.2)
+    with Flaky(s3.endpoint, lambda m, p: time.sleep(0.5) if m == "PUT" else None) as proxy:  # type: ignore[func-returns-value]
+        s3.environment(monkeypatch, proxy.endpoint)
+        up = ObjectUpload(f"{bucket}/a", force=True)
+        up.append(b"x")
+        up.commit()
+        assert [m for m, _, _ in proxy.seen].count("PUT") == 1
 
 
 @pytest.mark.parametrize("reads", [True, False])
