@@ -77,7 +77,8 @@ def _as_plain_tree(x: object) -> object:
             raise Corrupt(f"a list with {len(x)} elements has one at position {last}.", code="CKPT0406")
         return [_as_plain_tree(x.get(k)) for k in range(last + 1)]  # DCP forgets an empty dict, which leaves a hole
     out = {int(k) if type(k) is Number else k: _as_plain_tree(v) for k, v in x.items()}
-    if out.keys() >= {"state", "param_groups"} and isinstance(out["state"], dict):
+    # as a leaf, the state has keys of several types, and nobody turned them into text
+    if out.keys() >= {"state", "param_groups"} and type(x.get("state")) is _Node and isinstance(out["state"], dict):
         out["state"] = _restore_parameter_numbers(out["state"], out["param_groups"])
     return out
 

@@ -602,6 +602,8 @@ def test_the_state_of_an_optimizer_that_numbers_parameters_has_numbers_again() -
     assert nest(by_text) == {"a": {"state": {0: {"step": 1}, 2: {"step": 2}}, "param_groups": groups}}
     named = [{"params": ["0", "2"]}]
     assert nest({**by_text, ("a", "param_groups"): named})["a"]["state"].keys() == {"0", "2"}
+    one_value = {0: {"step": 1}, "6": 0.1}  # such keys are no parameters' alone, so nobody turned them into text
+    assert nest({("a", "state"): one_value, ("a", "param_groups"): groups})["a"]["state"] == one_value
 
 
 def test_a_parameter_whose_state_is_one_value_has_its_name() -> None:
