@@ -54,7 +54,7 @@ from ckpttool.index.names import (
 )
 from ckpttool.index.optimizer_names import iterate_possible_orders
 from ckpttool.index.param_groups import list_numbered_parameters
-from ckpttool.index.paths import keep_extra_state_trees
+from ckpttool.index.paths import is_number_text, keep_extra_state_trees
 from ckpttool.index.schedulers import complete_scheduler_state
 from ckpttool.layouts import Place, ReadOptions, WriteOptions
 from ckpttool.program import Advice, Program, Saves
@@ -454,11 +454,18 @@ def require_single_model(ckpt: Checkpoint) -> Checkpoint:
     """Return the checkpoint unchanged if it holds one model.
 
     Raises:
-        Unsupported: it holds several models, as Accelerate saves them.
+        Unsupported: it holds several models, as Accelerate saves them, or tensors of several parts (torchao).
     """
-    if several := {str(t.path[1]) for t in ckpt.tensors.values() if t.path[0] == "model" and len(t.path) > 2}:
+    inside = {str(t.path[1]) for t in ckpt.tensors.values() if t.path[0] == "model" and len(t.path) > 2}
+    if parts := sorted(n for n in inside if not is_number_text(n)):
         raise Unsupported(
-            f"The source holds {len(several)} models, numbered {', '.join(sorted(several))}, each with its optimizer; "
+            f'"model.{parts[0]}" is a tensor of several parts; the directories of trainers are written with plain '
+            "tensors. Use dcp or full, which keep it as it is.",
+            code="CKPT0316",
+        )
+    if inside:
+        raise Unsupported(
+            f"The source holds {len(inside)} models, numbered {', '.join(sorted(inside))}, each with its optimizer; "
             "the directories of trainers are written for one. Use dcp or full, which keep all of them.",
             code="CKPT0328",
         )

@@ -423,6 +423,8 @@ def test_several_models_are_told_apart_by_number(tmp_path: Path) -> None:
     for to in ("accelerate", "trainer", "lightning", "torchtitan"):
         with pytest.raises(Unsupported, match="holds 2 models"):
             ckpttool.convert(source, tmp_path / to, to=to, world_size=2)
+        with pytest.raises(Unsupported, match=r'"model\.layer\.float8\.weight" is a tensor of several parts'):
+            ckpttool.convert(FIXTURES / "torchao/weights/weights.pt", tmp_path / to, to=to, world_size=2)
 
 
 @pytest.mark.parametrize("models", [2, 1])
