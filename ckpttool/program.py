@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 from .by_fields import ByFields
-from .huggingface import lora
+from .huggingface import encodings, lora
 from .index.checkpoint import Checkpoint, find_unnamed_optimizer_state
 from .index.trainer_trees import TrainerTree
 from .storage.source import Source
@@ -123,21 +123,31 @@ class ForTrainer(NamedTuple):
 @dataclass(frozen=True, eq=False, repr=False)
 class Advice(ByFields):
     """The index and the path of a checkpoint, from which a layout's program writes advice on the next step, with
-    commands."""
+    commands.
+
+    Args:
+        exists: tells whether the checkpoint's folder has a file of the given name.
+        needs: options without which no conversion of the whole state succeeds, such as "--drop"; "" for none.
+    """
 
     ckpt: Checkpoint
     path: str
+    exists: Callable[[str], bool] = lambda name: False
+    needs: str = ""
 
     @property
     def quoted(self) -> str:
-        """Return the path, quoted for a shell."""
+        """Return the path, quoted for a shell; "./" comes before a dash, which would begin an option."""
         from shlex import quote
 
-        return quote(self.path)
+        return quote(f"./{self.path}" if self.path.startswith("-") else self.path)
 
     def convert(self, options: str) -> str:
-        """Return the command line that converts the checkpoint to OUT, with these options ("--to hf") at its end."""
-        return f"ckpttool convert {self.quoted} OUT {options}"
+        """Return the command line that converts the checkpoint to OUT, with these options ("--to hf") at its end, and
+        with those that it needs if the options are for a job's ranks, which read the whole state."""
+        words = options.split()
+        needs = f" {self.needs}" if self.needs and "-n" in words and "--only" not in words else ""
+        return f"ckpttool convert {self.quoted} OUT {options}{needs}"
 
     @cached_property
     def components(self) -> frozenset[str]:
@@ -173,15 +183,39 @@ class Advice(ByFields):
             more: further options for `--to hf`, beginning with a space.
         """
         if self.adapter is not None and self.adapter.alone:
-            return f"for PEFT: ckpttool adapter extract {self.quoted} OUT"
+            return f"for PEFT: {self.extract()}"
         return f"for transformers: {self.convert(f'--to hf{more}')}"
+
+    @cached_property
+    def _adapter_options(self) -> str:
+        """Return the options, with a space before them, that commands about the adapter need: the name of the first one
+        of several, and a placeholder for alpha if there is no adapter_config.json. "" for none."""
+        from shlex import quote
+
+        names = [n for n in self.adapter.names if n] if self.adapter is not None else []
+        name = names[0] if len(names) > 1 else ""
+        folders = {"" if name in ("", "default") else name, *names[:1]}
+        config = any(
+            self.exists("/".join(filter(None, (below, folder, "adapter_config.json"))))
+            for below in ("", "model", "..")
+            for folder in folders
+        )
+        options = [*(["--adapter-name", quote(name)] if name else []), *([] if config else ["--lora-alpha", "ALPHA"])]
+        return "".join(f" {option}" for option in options)
+
+    def extract(self) -> str:
+        """Return the command line that extracts the adapter to OUT."""
+        return f"ckpttool adapter extract {self.quoted} OUT{self._adapter_options}"
+
+    def merge(self, base: str = "") -> str:
+        """Return the command line that merges the adapter into the weights beside it, or into those of `base`."""
+        return f"ckpttool adapter merge {base}{' ' * bool(base)}{self.quoted} OUT{self._adapter_options}"
 
     def extract_adapter(self) -> str:
         """Return advice with two commands: one extracts the adapter, and one merges it into the weights."""
-        return (
-            f"its adapter for PEFT: ckpttool adapter extract {self.quoted} OUT; merged: ckpttool adapter merge "
-            f"{self.quoted} OUT"
-        )
+        if encodings.find_in_checkpoint(self.ckpt, None).weights:
+            return f"its adapter for PEFT: {self.extract()}; it is merged only into weights that are not quantised"
+        return f"its adapter for PEFT: {self.extract()}; merged: {self.merge()}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

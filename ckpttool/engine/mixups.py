@@ -34,7 +34,7 @@ from math import prod
 from ..errors import Corrupt, argument
 from ..formats.crc import crc32, crc32_combine
 from ..formats.stored_tensors import decode_number
-from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, OtherCopy, TensorEntry
+from ..index.checkpoint import ITEMSIZE, Checkpoint, Chunks, DivergedNote, OtherCopy, TensorEntry
 from ..index.draft import Dropped
 from ..index.param_groups import list_names_by_group
 from ..index.records import Record
@@ -433,10 +433,13 @@ def describe_dropped_replicas(ckpt: Checkpoint) -> list[str]:
         return []
     names = dict.fromkeys(o.name for o in ckpt.others)
     ranks = count_noun(len({o.rank for o in ckpt.others}), "rank has", "ranks have")
-    return [
+    text = (
         f"{ranks} other numbers in {count_noun(len(names), 'entry', 'entries')} of which the lowest rank's are read, "
-        f'first "{next(iter(names))}"; a conversion lists the others as left behind'
-    ]
+        f'first "{next(iter(names))}"; a conversion '
+    )
+    if find_diverged_replicas(ckpt):
+        return [DivergedNote(f"{text}refuses them")]
+    return [f"{text}lists the others as left behind"]
 
 
 # ------------------------------------------------------------------------------------------------------ mixed steps

@@ -51,9 +51,9 @@ class PrunedRun(Shown):
     """The result of `prune_run`: paths of steps relative to the run, and why others are still there.
 
     `kept` are those that a policy keeps, or that the run needs; `refused` are those that no policy keeps and that must
-    not be deleted, or cannot be judged. `freed` are bytes; of a file with several names, once the last is deleted.
-    `leftovers` is the number of steps that an interrupted run had begun to delete, `left_out` the number of folders
-    that were not looked into.
+    not be deleted, or cannot be judged, and folders that cannot be listed. `freed` are bytes; of a file with several
+    names, once the last is deleted. `leftovers` is the number of steps that an interrupted run had begun to delete,
+    `left_out` the number of folders that were not looked into.
     """
 
     path: str
@@ -171,7 +171,7 @@ def prune_run(
 
     A folder with several runs below it is pruned run by run. Always kept are the newest complete step of a run, later
     steps, steps that are being written, and steps that a pointer of the trainer or a link names or that another step
-    needs.
+    needs, or may need since it cannot be listed.
 
     Args:
         path: the folder of a run; not a URL.
@@ -279,7 +279,7 @@ class _Plan:
                 listing="\n".join(map(printable, found.table())),
                 code="CKPT0304",
             )
-        self.pointers, self.left_out = list(found.pointers), found.left_out
+        self.pointers, self.left_out, self.not_listed = list(found.pointers), found.left_out, found.not_listed
         #: of each run, the newest complete save that could be opened
         self.newest: dict[tuple[str, str], _Save] = {}
         trains = {s.run for s in self.saves.values() if s.complete and not s.of_weights}
@@ -308,13 +308,13 @@ class _Plan:
         for i, s in enumerate(save.steps):
             if s.weights_only:
                 return False
-            ckpt, error = try_open_step(self.source, s)
+            opened, error = try_open_step(self.source, s)
             save.steps[i] = s.with_error(error)
             if save.steps[i].problem:
                 return False
-            if ckpt is not None:
+            if opened is not None:
                 every = [x for other in self.saves.values() for x in other.steps]
-                self.pointers += find_pointers_in_values(ckpt, s, every)
+                self.pointers += find_pointers_in_values(opened.checkpoint, s, every)
         return True
 
     def protect(self, drop_incomplete: timedelta | None) -> None:
@@ -332,7 +332,9 @@ class _Plan:
             if newest is None:
                 save.keeps.append("no step of its run is complete")
             elif save.number == newest.number:
-                save.keeps.append("the newest complete one" if save is newest else f"of the same step as {newest.name}")
+                known = " of those that can be listed" if self._find_later_folder(save) is not None else ""
+                why = f"the newest complete one{known}" if save is newest else f"of the same step as {newest.name}"
+                save.keeps.append(why)
             elif not save.complete or save.refused:
                 pass
             elif save.number > (newest.number or 0):
@@ -372,7 +374,15 @@ class _Plan:
                 return f"{words}; it changed too lately"
         elif any(s.being_written for s in save.steps):
             return save.steps[0].state
-        return self._explain_foreign_contents(save)
+        if foreign := self._explain_foreign_contents(save):
+            return foreign
+        later = self._find_later_folder(save)
+        return f"{later} cannot be listed, and may need it" if later is not None else ""
+
+    def _find_later_folder(self, save: _Save) -> str | None:
+        """Return the name of a folder that cannot be listed and may be a later step than a save; None if there is
+        none."""
+        return next((n for s in save.steps for n in detection.find_later_folders(self.not_listed, s)), None)
 
     def _explain_foreign_contents(self, save: _Save) -> str:
         """Return what else than its own checkpoint the folder of a save holds; "" if nothing."""
@@ -498,7 +508,8 @@ class _Plan:
             dry_run,
             tuple(gone),
             {s.name: tuple(dict.fromkeys(s.keeps)) for s in rest if s.keeps},
-            {s.name: s.refused for s in rest if not s.keeps},
+            {n or ".": f"cannot be listed: {why}" for n, why in self.not_listed.items()}
+            | {s.name: s.refused for s in rest if not s.keeps},
             freed,
             len(leftovers),
             self.left_out,

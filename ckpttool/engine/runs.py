@@ -14,8 +14,8 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 
 from .. import layouts
 from ..bounded_json import parse
@@ -30,7 +30,7 @@ from .discover import detection
 from .discover.detection import FoundCheckpoint
 from .discover.next_steps import next_step
 from .discover.unread_files import human
-from .opening import open_checkpoint
+from .opening import OpenCheckpoint, open_checkpoint
 from .recorded import RECORD
 
 __all__ = [
@@ -120,17 +120,22 @@ class Pointer:
 
 @dataclass(frozen=True)
 class Run(Shown):
-    """The steps of a run, oldest first, and what names some of them. `left_out` is the number of folders that were not
-    looked into."""
+    """The steps of a run, oldest first, and what names some of them.
+
+    `left_out` is the number of folders that were not looked into; `not_listed` are those that could not be listed, each
+    by its name relative to the run, with the reason of the system: {"step-3": "Permission denied"}.
+    """
 
     path: str
     steps: list[RunStep]
     pointers: list[Pointer]
     left_out: int = 0
+    not_listed: dict[str, str] = field(default_factory=dict)
 
     @property
     def newest(self) -> RunStep | None:
-        """Return the newest complete step that a job can resume from; None where there is none, or several runs."""
+        """Return the newest complete step that a job can resume from; None where there is none, where there are several
+        runs, or where a folder that may be a later step could not be listed."""
         found = [s for s in self.steps if s.newest]
         return found[0] if len(found) == 1 else None
 
@@ -146,6 +151,7 @@ class Run(Shown):
             ],
             "pointers": [asdict(p) for p in self.pointers],
             "left_out": self.left_out,
+            "not_listed": self.not_listed,
         }
 
     def lines(self) -> Iterator[str]:
@@ -178,6 +184,7 @@ class Run(Shown):
     def warnings(self) -> Iterator[str]:
         """Yield sentences on pointers with problems, and on folders that were not searched."""
         yield from (f"{p.name} {p.problem}" for p in self.pointers if p.problem)
+        yield from detection.describe_not_listed(self.not_listed)
         if self.left_out:
             yield f"{count_noun(self.left_out, 'folder')} not looked into"
 
@@ -220,7 +227,7 @@ def list_run(path: str | os.PathLike[str], *, look: bool = True) -> Run:
         run = list_steps(where)
         if not look:
             return run
-        steps, more = _open_one_of_each_kind(source, run.steps)
+        steps, more = _open_one_of_each_kind(source, run.steps, run.not_listed)
         pointers = [*run.pointers, *more]
         return replace(run, steps=[_mark_step(s, pointers) for s in steps], pointers=pointers)
 
@@ -234,7 +241,8 @@ def list_steps(where: Place) -> Run:
     source, found = where.source, _find_checkpoints(where)
     steps = [_make_run_step(source, c) for c in found.checkpoints]
     pointers = find_pointers(source, steps)
-    return Run(found.path, _read_digests(source, [_mark_step(s, pointers) for s in steps]), pointers, found.left_out)
+    steps = _read_digests(source, [_mark_step(s, pointers) for s in steps])
+    return Run(found.path, steps, pointers, found.left_out, found.not_listed)
 
 
 def _find_checkpoints(where: Place) -> detection.Checkpoints:
@@ -445,10 +453,15 @@ def _read_digests(source: Source, steps: list[RunStep]) -> list[RunStep]:
     return out
 
 
-def _open_one_of_each_kind(source: Source, steps: list[RunStep]) -> tuple[list[RunStep], list[Pointer]]:
+def _open_one_of_each_kind(
+    source: Source, steps: list[RunStep], not_listed: Collection[str]
+) -> tuple[list[RunStep], list[Pointer]]:
     """Open the newest complete step of each kind (`_make_kind_key`), and apply what is found to all steps of that kind.
 
     If it is damaged, earlier steps of its kind are tried; at most eight steps are opened in all, three on a store.
+
+    Args:
+        not_listed: names of the folders that could not be listed.
 
     Returns:
         (the steps, pointers in values of the newest step).
@@ -464,31 +477,34 @@ def _open_one_of_each_kind(source: Source, steps: list[RunStep]) -> tuple[list[R
                 break
             looks -= 1
             s = steps[i]
-            ckpt, error = try_open_step(source, s)
-            if ckpt is None:
+            opened, error = try_open_step(source, s)
+            if opened is None:
                 out[i] = s.with_error(error)
                 if out[i].problem:
                     continue
                 break
-            text = next_step(ckpt, s.path, place_step(source, s).source.exists)
-            for j in same:
+            ckpt, wrong = opened.checkpoint, opened.describe_sampled_masters() is not None
+            text = next_step(ckpt, s.path, place_step(source, s).source.exists, wrong)
+            for j in [i] if wrong else (j for j in same if out[j].next_step is None):
                 said = text.replace(shlex.quote(s.path), shlex.quote(steps[j].path))
                 out[j] = replace(out[j], world_size=ckpt.world_size, next_step=said if not out[j].problem else None)
             if s.newest:
                 pointers += find_pointers_in_values(ckpt, s, steps)
-            break
-    return _move_newest_mark(out), pointers
+            if not wrong:  # else an earlier one tells what resumes from the others
+                break
+    return _move_newest_mark(out, not_listed), pointers
 
 
-def _move_newest_mark(steps: list[RunStep]) -> list[RunStep]:
-    """Return the steps with the mark `newest` moved to an earlier complete step, if the marked one cannot be opened."""
+def _move_newest_mark(steps: list[RunStep], not_listed: Collection[str]) -> list[RunStep]:
+    """Return the steps with the mark `newest` moved to an earlier complete step, if the marked one cannot be opened.
+    None gets it if one of the folders that could not be listed may be a later step than that."""
     out = list(steps)
     for i, s in enumerate(steps):
         if s.newest and s.problem:
             out[i] = replace(s, newest=False)
             before = (j for j in range(i - 1, -1, -1) if detection.find_run_key(steps[j]) == detection.find_run_key(s))
             if (j := next((j for j in before if steps[j].complete and not steps[j].problem), None)) is not None:
-                out[j] = replace(out[j], newest=True)
+                out[j] = replace(out[j], newest=not detection.find_later_folders(not_listed, steps[j]))
     return out
 
 
@@ -502,15 +518,15 @@ def place_step(source: Source, s: FoundCheckpoint) -> Place:
     return Place(source.below(s.name), None) if _is_folder(source, s.name) else Place(source.below(folder), name)
 
 
-def try_open_step(source: Source, s: FoundCheckpoint) -> tuple[Checkpoint | None, Exception | None]:
+def try_open_step(source: Source, s: FoundCheckpoint) -> tuple[OpenCheckpoint | None, Exception | None]:
     """Open a step, which checks its index and headers.
 
     Returns:
-        (its index, None), or (None, the error that opening it raised).
+        (the step, None), or (None, the error that opening it raised).
     """
     where, options = place_step(source, s), OpenOptions(allow_equal_ranks=True, allow_mixed_steps=True)
     try:
-        return open_checkpoint(where, options, check_hints=False, needed=lambda component: False).checkpoint, None
+        return open_checkpoint(where, options, check_hints=False, needed=lambda component: False), None
     except (CkpttoolError, OSError) as e:
         return None, e
 

@@ -36,6 +36,7 @@ __all__ = [
     "Checkpoint",
     "Chunk",
     "Chunks",
+    "DivergedNote",
     "Leaves",
     "MixupNote",
     "Number",
@@ -127,6 +128,13 @@ def parse_floating_dtype(name: str) -> str:
 
 class MixupNote(str):
     """A note that a file of a rank is a copy of another rank's, or exchanged with it: no job resumes from that."""
+
+    __slots__ = ()
+
+
+class DivergedNote(str):
+    """A note that ranks have other numbers under the names of the same weights or optimizer state: no conversion takes
+    that unasked."""
 
     __slots__ = ()
 

@@ -10,6 +10,7 @@ the link is set after it.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -46,15 +47,15 @@ def open_journal(folder: str, run: str) -> Iterator[WatchJournal]:
         run: the folder of the run that the journal is for.
 
     Raises:
-        Locked: another watcher holds it. UsageError: it is of another run. Corrupt: the journal is damaged.
-        NotPermitted, NoSpace, CkpttoolError: it cannot be written.
+        Locked: another watcher holds it. UsageError: it is of another run, or a file is in its place.
+        Corrupt: the journal is damaged. NotPermitted, NoSpace, CkpttoolError: it cannot be written.
     """
     try:
         os.makedirs(os.path.join(folder, _RECORDS), exist_ok=True)
         leftovers = LeftoverFiles(os.path.join(folder, _FILE))
         lock = take_lock(leftovers)
     except OSError as e:
-        raise kind_of_failure(e)(
+        raise kind_of_failure(e, UsageError if e.errno in (errno.ENOTDIR, errno.EEXIST) else CkpttoolError)(
             f"{folder} cannot be written: {e.strerror}. Give a folder of yours: {argument('state')}."
         ) from e
     try:

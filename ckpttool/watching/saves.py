@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from blake3 import blake3
 
 from ..engine.discover.detection import find_step
-from ..engine.runs import RunStep, list_run
+from ..engine.runs import Run, RunStep, list_run
 from ..errors import NotRecognised
 
 __all__ = ["WatchedSave", "list_files_below", "list_saves", "take_fingerprint", "to_name_family"]
@@ -71,56 +71,80 @@ def list_saves(run: str, state: str) -> list[WatchedSave]:
     if not os.path.isdir(run):
         return []
     try:
-        found = list_run(run, look=False).steps
+        found = list_run(run, look=False)
     except NotRecognised:
         return []
     inside = os.path.realpath(state) + "/"
     out = []
-    for c in [*found, *_find_unknown_saves(run, found)]:
+    for c in [*found.steps, *_find_closed_saves(found), *_find_unknown_saves(run, found)]:
         if not (os.path.realpath(c.path) + "/").startswith(inside) and (seen := take_fingerprint(c.path)) is not None:
             out.append(WatchedSave(c, *seen))
     return sorted(out, key=lambda save: save.age)
 
 
-def _find_unknown_saves(run: str, found: list[RunStep]) -> Iterator[RunStep]:
+def _find_closed_saves(run: Run) -> Iterator[RunStep]:
+    """Yield a `RunStep`, marked as incomplete and with a `problem`, for each folder that cannot be listed and is named
+    like a recognised save of the run, apart from numbers."""
+    for name, why in run.not_listed.items():
+        like = next((c for c in run.steps if to_name_family(c.name) == to_name_family(name)), None)
+        if like is not None:
+            yield _make_other_row(like, run.path, name, f"cannot be listed: {why}", f"cannot be listed: {why}")
+
+
+def _make_other_row(like: RunStep, run: str, name: str, lacks: str, problem: str = "") -> RunStep:
+    """Return the `RunStep`, marked as incomplete, of an entry of a run that no layout recognises.
+
+    Args:
+        like: a recognised save with a similar name.
+        run: the folder of the run.
+        name: the entry's name, relative to the run.
+        lacks, problem: what it lacks, and why it cannot be opened.
+    """
+    row = replace(like, path=os.path.join(run, name), name=name, step=find_step(name), complete=False, lacks=lacks)
+    return replace(row, newest=False, weights_only=False, digest=None, problem=problem)
+
+
+def _find_unknown_saves(run: str, found: Run) -> Iterator[RunStep]:
     """Yield a `RunStep`, marked as incomplete, for each entry that is named like a recognised save beside it (apart
     from numbers) and that no layout recognises.
 
     Args:
         run: the folder of the run.
-        found: the saves of the run that a layout recognises.
+        found: the saves of the run that a layout recognises, and the folders that cannot be listed.
     """
-    kin = {(os.path.dirname(c.name), to_name_family(os.path.basename(c.name))): c for c in found if c.name}
-    known = {c.name for c in found}
+    kin = {(os.path.dirname(c.name), to_name_family(os.path.basename(c.name))): c for c in found.steps if c.name}
+    known = {c.name for c in found.steps} | found.not_listed.keys()
     for folder in {folder for folder, _ in kin}:
         with suppress(OSError):
             for entry in os.listdir(os.path.join(run, folder)):
                 name, like = os.path.join(folder, entry), kin.get((folder, to_name_family(entry)))
-                if like is not None and name not in known and not os.path.islink(path := os.path.join(run, name)):
-                    row = replace(like, path=path, name=name, step=find_step(name), complete=False, lacks=_UNKNOWN)
-                    yield replace(row, newest=False, weights_only=False, digest=None)
+                if like is not None and name not in known and not os.path.islink(os.path.join(run, name)):
+                    yield _make_other_row(like, run, name, _UNKNOWN)
 
 
 def take_fingerprint(path: str) -> tuple[str, float] | None:
     """Return (a digest, in hex, of the names, sizes, times and inodes of all files of a save; the newest time at which
-    one of them changed, in seconds since 1970). None where there is no file. No file is opened."""
+    one of them changed, in seconds since 1970). None where there is no file. No file is opened. Of a folder that this
+    user may not list, it is the folder itself that is looked at."""
     files: list[tuple[str, int, int, int, int]] = []
     newest = 0.0
 
-    def add(name: str, here: str) -> None:
-        """Add a file, unless it has just gone."""
+    def add(name: str, here: str, any_kind: bool = False) -> None:
+        """Add a file, unless it has just gone; with `any_kind` a folder, too."""
         nonlocal newest
         try:
             st = os.stat(here)
         except OSError:
             return
-        if stat.S_ISREG(st.st_mode):
+        if any_kind or stat.S_ISREG(st.st_mode):
             files.append((name, st.st_size, st.st_mtime_ns, st.st_ctime_ns, st.st_ino))
             newest = max(newest, st.st_mtime, st.st_ctime)
 
     if os.path.isdir(path):
         for name in list_files_below(path):
             add(name, os.path.join(path, name))
+        if not files and not os.access(path, os.R_OK | os.X_OK):
+            add("", path, any_kind=True)
     else:
         add("", path)
     if not files:

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from ..engine.doctor.findings import DAMAGE, Finding
-from ..errors import CkpttoolError, Corrupt, Differs, NotRecognised, SourceChanged, Unsafe
+from ..errors import CkpttoolError, Corrupt, Differs, NotPermitted, NotRecognised, SourceChanged, Unsafe
+from ..storage.urls import make_path_absolute
 from .commands import run_command, split_command
 from .examine import Examination, compare_files, examine_save, list_damage
 from .gentle import Pace
@@ -43,7 +44,7 @@ class Watcher:
     """
 
     def __init__(self, run: str, request: WatchRequest, journal: WatchJournal, report: Callable[[Event], None]) -> None:
-        self.run, self.request, self.journal, self._report = os.path.abspath(run), request, journal, report
+        self.run, self.request, self.journal, self._report = make_path_absolute(run), request, journal, report
         self.pace = Pace(request.max_rate)
         self.only: Collection[str] | None = None
         self.saves: list[WatchedSave] = []
@@ -188,6 +189,8 @@ class Watcher:
         """
         found, findings = None, []
         try:
+            if save.found.problem:
+                raise NotPermitted(f"{save.path} {save.found.problem}.", code="CKPT1401")
             if not save.found.complete:
                 raise Corrupt(f"{save.path} is not complete: {save.found.lacks}.", code="CKPT0401")
             found = examine_save(save, self.request.reading, self.pace, earlier, self.request.norm_jump)

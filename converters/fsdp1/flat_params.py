@@ -6,7 +6,7 @@ from the names in the optimizer, and proves it against the lengths and places of
 
 from __future__ import annotations
 
-import os
+import shlex
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
@@ -372,13 +372,13 @@ def _make_undescribed_error(files: Files, flats: Iterable[str]) -> Unsupported:
 
     `flats` are the names of their modules.
     """
-    name = printable(os.path.basename(files.source.root))
+    path = shlex.quote(printable(files.source.root))
     return Unsupported(
         f"{files.source.root} holds flat parameters of {flat_layout.describe_modules(flats)}, but does not say which "
         "parameters they contain. Describe them in one of three ways:",
-        listing=f"  ckpttool convert {name} OUT --to dcp --like model.pt           any other checkpoint of the same "
-        f"model\n  ckpttool convert {name} OUT --to dcp --config DIR_OR_HF_ID     its config.json\n  ckpttool "
-        f"convert {name} OUT --to dcp --flat-layout flat.json   what ckpttool.describe_fsdp1(model) gives in "
+        listing=f"  ckpttool convert {path} OUT --to dcp --like model.pt           any other checkpoint of the same "
+        f"model\n  ckpttool convert {path} OUT --to dcp --config DIR_OR_HF_ID     its config.json\n  ckpttool "
+        f"convert {path} OUT --to dcp --flat-layout flat.json   what ckpttool.describe_fsdp1(model) gives in "
         "the job",
         code="CKPT0309",
     )

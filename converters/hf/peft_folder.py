@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from typing import Any
 
@@ -128,9 +129,10 @@ def refuse_adapter_alone(ckpt: Checkpoint, notes: list[str]) -> None:
             "ckpttool adapter merge writes the model with the adapter in its weights"
         )
     if found is not None and found.alone:
+        path = shlex.quote(ckpt.root)
         raise Unsupported(
             f"{ckpt.root} holds an adapter only ({found}), which from_pretrained cannot load alone. For PEFT: ckpttool "
-            f"adapter extract {ckpt.root} DST (or {argument('adapter', True, 'HfOptions')}). Merged into its base "
-            f"model: ckpttool adapter merge BASE {ckpt.root} DST.",
+            f"adapter extract {path} DST (or {argument('adapter', True, 'HfOptions')}). Merged into its base "
+            f"model: ckpttool adapter merge BASE {path} DST.",
             code="CKPT0321",
         )

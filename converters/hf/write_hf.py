@@ -64,7 +64,11 @@ def prepare(ckpt: Checkpoint, source: Source, options: WriteOptions) -> Checkpoi
         return _with_hub_names(ckpt, source, options)
     if own.adapter:
         seen = lora.find_lora(ckpt)
-        config = find_adapter_config(source, options, [], one_of_several=seen is not None and len(seen.names) > 1)
+        try:
+            config = find_adapter_config(source, options, [], one_of_several=seen is not None and len(seen.names) > 1)
+        except Unsupported:
+            adapters.refuse_without_adapter(ckpt)  # which needs no config
+            raise
         found = {"peft_type": "LORA"} if config is None else config[0]
         ckpt = adapters.keep_adapter_only(ckpt, found, own.adapter_name)
         if own.split_experts:

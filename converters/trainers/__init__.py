@@ -550,7 +550,10 @@ def _list_verl_parts(source: Source) -> list[DirectoryPart]:
 def _describe_verl_next_step(advice: Advice) -> str:
     """Return advice: at which world size verl resumes from the directory, and the command that converts it for another
     one."""
-    again = advice.convert("--for verl -n RANKS")
+    from .join import knows_parameter_order  # with all that writes
+
+    config = " --config MODEL" * ("optim" in advice.components and not knows_parameter_order(advice.ckpt))
+    again = advice.convert(f"--for verl -n RANKS{config}")
     return f"resumes in verl at {advice.ranks}; at another world size: {again}; {advice.export_advice()}"
 
 

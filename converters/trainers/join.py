@@ -41,6 +41,7 @@ __all__ = [
     "draft_model_and_optimizer",
     "draft_small_files",
     "join_drafts",
+    "knows_parameter_order",
     "make_component_tree",
     "number_parameters",
     "sort_param_groups",
@@ -221,6 +222,14 @@ def number_parameters(ckpt: Checkpoint, options: WriteOptions, job: str, otherwi
             code="CKPT0308",
         )
     return {name: i for i, name in enumerate(n for g in in_order for n in g)}
+
+
+def knows_parameter_order(ckpt: Checkpoint) -> bool:
+    """Tell whether `number_parameters` numbers the parameters of a checkpoint without a config or another one."""
+    try:
+        return bool(number_parameters(ckpt, WriteOptions(), "a job", ""))
+    except Unsupported:
+        return False
 
 
 def make_component_tree(key: Path, numbers: Mapping[str, int], leaves: dict[Path, object]) -> dict[Path, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import struct
 from collections.abc import Sequence
@@ -24,7 +25,9 @@ from ckpttool.engine.conversion import convert
 from ckpttool.engine.diff import diff
 from ckpttool.engine.opening import open as open_checkpoint
 from ckpttool.errors import CkpttoolError, Corrupt, Differs, Unsupported, UsageError
+from ckpttool.huggingface import model_files
 from ckpttool.huggingface.hub_names import PLAIN
+from ckpttool.storage.source import Source
 
 WITH_REFERENCE = [o for o in ALL if o.config is not None]
 HUB = [o for o in ALL if o.saved_as in ("hf", "hf_with_index")]
@@ -155,6 +158,39 @@ def test_tokenizer_files_come_along_and_code_and_weights_beside_them_do_not(tmp_
     left = {"modeling_evil.py", "tokenizer_evil.py", "tokenizer.pkl", "pytorch_model.bin", "README.md"}
     assert files_of(tmp_path / "out").keys() == files_of(config).keys() - left | {"model.safetensors"}
     assert any(n.startswith("not copied: the code modeling_evil.py, tokenizer_evil.py, which") for n in done.notes)
+
+
+@pytest.mark.parametrize(("files", "size", "words"), [(5, 60 << 20, "314,572,800 bytes"), (1001, 0, "1,001 files")])
+def test_too_many_bytes_of_tokenizer_files_are_refused_before_one_is_read(
+    files: int, size: int, words: str, tmp_path: Path
+) -> None:
+    for k in range(files):
+        with open(tmp_path / f"tokenizer{k}.json", "wb") as f:
+            f.truncate(size)
+    with pytest.raises(Corrupt, match=rf"the config and tokenizer files are {words} in all; a model has at most 1,000"):
+        model_files.read_model_files(str(tmp_path))
+    notes: list[str] = []
+    with Source(tmp_path) as source:
+        assert model_files.find_model_files(source, None, notes).files == {}
+    assert words in notes[0] and "were not used" in notes[0]
+
+
+def test_files_with_names_that_no_archive_keeps_are_left_out(tmp_path: Path) -> None:
+    odd = [b"\x1b[31m", b"\\..\\x", "\xa0".encode(), "\u202e".encode(), "\u2028".encode(), b"\xff"]
+    for name in odd:
+        (tmp_path / os.fsdecode(b"tokenizer" + name + b".json")).write_text("{}")
+        (tmp_path / os.fsdecode(b"config" + name + b".yaml")).write_text("{}")
+    (tmp_path / "additional_chat_templates").mkdir()
+    good = ["config.json", "tokenizer \u00fc.json", "additional_chat_templates/tools.jinja", "train_config.yaml"]
+    for name in good:
+        (tmp_path / name).write_text('{"model_type": "llama"}')
+    with Source(tmp_path) as source:
+        notes: list[str] = []
+        found = model_files.find_model_files(source, None, notes)
+        assert sorted(found.files) == sorted(good[:3])
+        assert sorted(model_files.read_training_files(source, None)) == sorted(good)
+    note = next(n for n in notes if n.startswith("not copied: names with unprintable characters or a backslash: "))
+    assert note.endswith(", ... (6 files)") and note.isprintable()
 
 
 def test_architectures_taken_for_plain_have_the_same_names_in_memory_and_on_the_hub() -> None:

@@ -449,6 +449,7 @@ def test_adapters_that_are_not_there_or_not_clear_are_refused(tmp_path: Path) ->
         assert not (tmp_path / "out").exists()
 
     refused({"w": torch.ones(2)}, "has no adapter")
+    refused({"w": torch.ones(2)}, "has no adapter.*ckpttool convert SRC DST --to hf", config=None)
     refused(state, r"beside the source there is no adapter_config\.json", config=None)
     refused(state, r"has no adapter_config\.json", config=str(FIXTURES / "hf_llama" / "ckpt"))
     refused({**state, **lora_state("b")}, r"holds 2 adapters \(b, odd-name\)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from stores import Flaky, moto
 
 import ckpttool
-from ckpttool.engine.discover.detection import find_checkpoints, newest
+from ckpttool.engine.discover.detection import FoundCheckpoint, find_checkpoints, find_later_folders, newest
 from ckpttool.errors import NotRecognised, UsageError
 from ckpttool.layouts import place
 
@@ -176,6 +177,21 @@ def test_two_levels_down_and_no_further(tmp_path: Path) -> None:
     assert list(listed(tmp_path / "run")) == ["ckpt/step-3", "ckpt/step-20"]
     assert newest(tmp_path / "run") == str(tmp_path / "run" / "ckpt" / "step-20")
     assert run("inspect", tmp_path).returncode == 3
+
+
+@pytest.mark.parametrize(
+    ("closed", "than", "may_be_later"),
+    [
+        ("step-3", "step-2", True), ("step-1", "step-2", False), ("step-2/optimizer_0", "step-2", True),
+        ("step-1/optimizer_0", "step-2", False), ("b/step-3", "a/step-2", False), ("exports", "step-2", False),
+        ("global_step_3", "global_step_2/actor", True), ("global_step_3/critic", "global_step_2/actor", False),
+        ("step-3-hf", "step-2", False), ("30", "20", True), ("10", "20", False), ("epoch=3", "epoch=2", True),
+    ],
+)  # fmt: skip
+def test_which_closed_folders_may_be_later_steps_of_a_run(closed: str, than: str, may_be_later: bool) -> None:
+    step, epoch = (None, int(than[-1])) if "epoch" in than else (int(re.findall(r"\d+", than)[0]), None)
+    row = FoundCheckpoint(than, than, step, epoch, "dcp", None, True, "", 1, 1)
+    assert find_later_folders({closed: "Permission denied"}, row) == [closed] * may_be_later
 
 
 def test_of_two_runs_neither_has_the_newest(tmp_path: Path) -> None:

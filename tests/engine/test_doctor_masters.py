@@ -17,6 +17,7 @@ import ckpttool
 from ckpttool.engine.copy.stream import Reader
 from ckpttool.engine.doctor.examine import doctor
 from ckpttool.engine.doctor.findings import Finding
+from ckpttool.engine.runs import list_run
 from ckpttool.engine.transform import masters as compared
 from ckpttool.errors import Corrupt
 
@@ -103,10 +104,12 @@ def test_a_save_that_megatron_core_itself_gets_wrong_is_found(tmp_path: Path) ->
     assert not (tmp_path / "a.pt").exists()
     assert ckpttool.convert(source, tmp_path / "weights.pt", only=["model"])
     assert [f.kind for f in doctor(source).findings if f.severity == "damage"] == ["masters"]
+    said = f"take another copy; of the weights alone: ckpttool convert {source} OUT --only model --to dcp -n RANKS"
     for part in (None, ["optim"]):
         found = ckpttool.inspect(source, only=part)
         assert any("10 of 15 fp32 masters do not round" in n for n in found.notes)
-        assert found.next == f"ckpttool convert {source} OUT --only model" or part
+        assert found.next == said or part
+    assert list_run(tmp_path / "ckpt").steps[0].next_step == said
     assert not any("masters" in n for n in ckpttool.inspect(source, only=["model"]).notes)
     ckpttool.convert(source, tmp_path / "a.pt", allow_mixed_steps=True)
     tree = torch.load(tmp_path / "a.pt", weights_only=False)

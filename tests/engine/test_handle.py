@@ -26,7 +26,7 @@ from torch import Tensor
 
 import ckpttool
 from ckpttool.engine.handle import TensorHandle, UnknownTensor
-from ckpttool.errors import Corrupt, UsageError
+from ckpttool.errors import Corrupt, UsageError, name_flags
 from ckpttool.index.records import Records
 from ckpttool.storage.remote import RemoteSource
 from ckpttool.storage.source import Source
@@ -341,6 +341,15 @@ def test_a_name_that_is_not_there_suggests_one_that_is(zoos: dict[str, Any], nam
         with pytest.raises(kind) as e:
             zoos["full"][name]
         assert said in str(e.value) and str(e.value).startswith(f'"{name}" is not among the {len(zoo())} tensors of ')
+
+
+def test_the_command_line_says_which_command_lists_the_names(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "a b.pt")
+    with name_flags(), ckpttool.open(tmp_path / "a b.pt") as opened, pytest.raises(UnknownTensor) as e:
+        opened["zzz"]
+    path = tmp_path / "a b.pt"
+    said = f'"zzz" is not among the 1 tensors of {path}. '
+    assert str(e.value) == f"{said}`ckpttool inspect '{path}' --tree` lists them."
 
 
 def test_a_value_is_named_as_one(tmp_path: Path) -> None:

@@ -207,5 +207,8 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     done = ckpttool_here("maps", "--prove-logits")
     assert done.returncode == 2
     assert "needs --derive" in done.stderr
+    (tmp_path / "config.json").write_text("{}")
+    done = ckpttool_here("maps", tmp_path / "a.pt", "--derive", tmp_path / "config.json")
+    assert done.stderr.startswith(f"error: {tmp_path / 'config.json'}: config.json has no model_type.")
     with pytest.raises(UsageError, match=r"both models need a config\.json"):
         derive_map(tmp_path / "a.pt", tmp_path / "b.pt", prove_logits=True)

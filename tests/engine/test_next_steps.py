@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -150,6 +153,64 @@ def test_the_commands_run(case: str, tmp_path: Path) -> None:
     ]
     done = run(*words)
     assert done.returncode == 0, done.stderr
+
+
+def with_file_of_nobody(at: Path) -> Path:
+    shutil.copytree(TRAINERS / "trainer_ddp" / STEP, at / "checkpoint-3")
+    torch.save({"shadow": torch.ones(3)}, at / "checkpoint-3" / "ema.pt")
+    return at / "checkpoint-3"
+
+
+def with_numbers(at: Path) -> Path:
+    """One of two weights of one shape is trained; "NAMED_CHECKPOINT" says which."""
+    weights = {"a.weight": torch.ones(4, 2), "b.weight": torch.ones(4, 2)}
+    slots = {"exp_avg": torch.ones(4, 2), "exp_avg_sq": torch.ones(4, 2), "step": torch.tensor(1.0)}
+    for file, key in (("named.pt", "b.weight"), ("in.pt", 0)):
+        groups = [{"lr": 0.1, "params": [key]}]
+        torch.save({"model": weights, "optim": {"state": {key: slots}, "param_groups": groups}}, at / file)
+    return at / "in.pt"
+
+
+def with_two_adapters(at: Path) -> Path:
+    layer = "base_model.model.layers.0.q_proj"
+    tree = {f"{layer}.base_layer.weight": torch.ones(4, 4)}
+    for name in ("my policy", "ref"):
+        tree |= {f"{layer}.lora_A.{name}.weight": torch.ones(2, 4), f"{layer}.lora_B.{name}.weight": torch.ones(4, 2)}
+    torch.save({"model": tree}, at / "in.pt")
+    return at / "in.pt"
+
+
+ADAPTER = "--adapter-name 'my policy' --lora-alpha ALPHA"
+
+
+@pytest.mark.parametrize(
+    ("make", "commands"),
+    [
+        (with_file_of_nobody, ["convert PATH OUT --for trainer -n RANKS --drop"]),
+        (with_numbers, ["convert PATH OUT --to dcp -n RANKS --like NAMED_CHECKPOINT"]),
+        (with_two_adapters, [f"adapter extract PATH OUT {ADAPTER}", f"adapter merge PATH OUT {ADAPTER}"]),
+        (lambda at: FIXTURES / "fsdp1_w2_noshard" / "ckpt", ["convert PATH OUT --to dcp -n RANKS --flat-layout FILE"]),
+        (lambda at: FIXTURES / "fsdp1_w4_hsdp_mesh" / "ckpt", ["convert PATH OUT --for verl -n RANKS"]),
+        (lambda at: FIXTURES / "fsdp1_w2_sharded" / "ckpt", ["convert PATH OUT --for verl -n RANKS --config MODEL"]),
+        (lambda at: FIXTURES / "qlora" / "job.pt", ["adapter extract PATH OUT --lora-alpha ALPHA"]),
+        (lambda at: FIXTURES / "maps" / "tune-llama3", ["convert PATH OUT --to dcp -n RANKS --only model"]),
+    ],
+    ids=["ema", "numbers", "adapters", "flat", "order", "no-order", "qlora", "recipe"],
+)  # fmt: skip
+def test_the_commands_have_the_options_that_this_checkpoint_needs(
+    make: Callable[[Path], Path], commands: list[str], tmp_path: Path
+) -> None:
+    path = make(tmp_path)
+    said = ckpttool.inspect(path).next.replace(str(path), "PATH")
+    found = [c for c in re.findall(r"ckpttool ((?:convert|adapter) [^;,)]*)", said) if "--to hf" not in c]
+    assert found == commands
+    values = {"RANKS": "3", "ALPHA": "4", "NAMED_CHECKPOINT": str(tmp_path / "named.pt"), "PATH": str(path),
+              "FILE": str(FIXTURES / "fsdp1_w2_noshard" / "flat_layout.json")}  # fmt: skip
+    for i, command in enumerate(commands):
+        words = [values.get(w, str(tmp_path / f"out{i}") if w == "OUT" else w) for w in shlex.split(command)]
+        done = run(*words[: words.index("--config") if "MODEL" in words else None])  # there is no such model
+        assert (done.returncode == 0) == ("MODEL" not in words), done.stderr
+        assert "MODEL" not in words or "CKPT0308" in done.stderr
 
 
 def test_an_adapter_without_an_optimizer_is_offered_to_peft_and_not_to_transformers(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import base64
 import html
 import json
 import math
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,6 +88,15 @@ def test_a_page_has_all_that_inspect_prints() -> None:
     page = summary.to_html()
     assert len(str(summary).splitlines()) > 12
     assert all(html.escape(line.strip(), quote=False) in page for line in str(summary).splitlines())
+
+
+def test_the_next_command_of_a_page_is_not_shortened(tmp_path: Path) -> None:
+    source = tmp_path.joinpath(*["d" * 100] * 3, "x <b>.pt")
+    source.parent.mkdir(parents=True)
+    torch.save({"model": {"w" * 200: torch.ones(1)}}, source)
+    page = ckpttool.inspect(source).to_html()
+    assert page.count(f"ckpttool convert {html.escape(shlex.quote(str(source))).replace('&#x27;', '&#39;')} OUT") == 2
+    assert "…" in page
 
 
 def test_statistics_or_a_difference_of_another_checkpoint_are_refused() -> None:

@@ -13,15 +13,16 @@ One module, since the answer for one path and the list below it judge by the sam
 
 from __future__ import annotations
 
+import errno
 import os
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
 
 from ... import layouts
 from ...by_fields import ByFields
-from ...errors import CkpttoolError, NotPermitted, NotRecognised, UsageError, argument
+from ...errors import CkpttoolError, NotPermitted, NotRecognised, Unreadable, UsageError, argument
 from ...formats import other_files
 from ...index.paths import is_number_text
 from ...layouts import Layout, Place
@@ -36,9 +37,11 @@ from .unread_files import classify_state_file, human
 __all__ = [
     "Checkpoints",
     "FoundCheckpoint",
+    "describe_not_listed",
     "describe_place",
     "detect",
     "find_checkpoints",
+    "find_later_folders",
     "find_latest_checkpoint",
     "find_run_key",
     "find_step",
@@ -81,11 +84,16 @@ class FoundCheckpoint(ByFields):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Checkpoints(ByFields):
-    """The checkpoints below a folder, oldest first. `left_out` is the number of folders that were not looked into."""
+    """The checkpoints below a folder, oldest first.
+
+    `left_out` is the number of folders that were not looked into; `not_listed` are those that could not be listed, each
+    by its name relative to that folder, with the reason of the system: {"step-3": "Permission denied"}.
+    """
 
     path: str
     checkpoints: list[FoundCheckpoint]
     left_out: int = 0
+    not_listed: dict[str, str] = field(default_factory=dict)
 
     @property
     def newest(self) -> list[FoundCheckpoint]:
@@ -101,13 +109,14 @@ class Checkpoints(ByFields):
             "checkpoints": [asdict(c) for c in self.checkpoints],
             "newest": answer[0].path if len(answer) == 1 else None,
             "left_out": self.left_out,
+            "not_listed": self.not_listed,
         }
 
     def __str__(self) -> str:
         """Return a table as text, with a line for each checkpoint: step or epoch, name, layout, size, and whether it is
         complete.
 
-        A last line counts the folders that were not looked into, if there are any.
+        The last lines name the folders that could not be listed, and count those that were not looked into.
         """
         rows = [
             (
@@ -129,6 +138,7 @@ class Checkpoints(ByFields):
         lines = [
             "  " + "  ".join([*(cell.ljust(w) for cell, w in zip(r, wide, strict=False)), r[4]]).rstrip() for r in rows
         ]
+        lines += [f"  {text}" for text in describe_not_listed(self.not_listed)]
         if self.left_out:
             lines.append(f"  {self.left_out} more folders were not looked into")
         return "\n".join(lines)
@@ -163,10 +173,8 @@ def detect(where: Place) -> Layout:
             raise
         found = find_checkpoints(where.source)
         if not found.checkpoints:
-            if (closed := _find_unreadable_folder(where.source)) is not None:
-                raise NotPermitted(
-                    f"{closed} cannot be listed: Permission denied. What it holds is not known.", code="CKPT1401"
-                ) from None
+            if (closed := next(iter(found.not_listed), None)) is not None:
+                raise _make_listing_error(found, closed, "What it holds is not known.") from None
             _refuse_foreign_checkpoint(where.source, None)
             raise
         if all(
@@ -231,13 +239,41 @@ def _refuse_foreign_checkpoint(source: Source, file: str | None) -> None:
         other_files.refuse_foreign_checkpoint(files, here, _display_path(source, folder))
 
 
-def _find_unreadable_folder(source: Source) -> str | None:
-    """Return the path of a folder that this user may not read or enter: the source's own or one of its subfolders. None
-    where there is none, or where the source is not local."""
+def _explain_failed_listing(source: Source, folder: str) -> str | None:
+    """Return why a folder of a source cannot be listed or entered, as the system says it: "Permission denied". None if
+    it can, if it is no folder, or if the source is not local."""
     if not source.local:
         return None
-    folders = [source.root, *(os.path.join(source.root, n) for n in source.list() if source.glance(n)[0])]
-    return next((f for f in folders if not os.access(f, os.R_OK | os.X_OK)), None)
+    here = os.path.join(source.root, folder)
+    try:
+        os.scandir(here).close()
+    except (FileNotFoundError, NotADirectoryError):  # it has gone
+        return None
+    except OSError as e:
+        return e.strerror
+    return None if os.access(here, os.X_OK) else os.strerror(errno.EACCES)
+
+
+def describe_not_listed(not_listed: Mapping[str, str]) -> list[str]:
+    """Return a sentence without its full stop for each of `Checkpoints.not_listed`."""
+    return [
+        f"{printable(name or '.')} cannot be listed: {why}; what it holds is not known"
+        for name, why in not_listed.items()
+    ]
+
+
+def _make_listing_error(found: Checkpoints, name: str, so: str) -> CkpttoolError:
+    """Return the error about a folder that could not be listed.
+
+    Args:
+        found: the list that lacks it.
+        name: which of its `not_listed`.
+        so: a sentence on what follows from it.
+    """
+    why, path = found.not_listed[name], f"{found.path.rstrip('/')}/{name}" if name else found.path
+    if why == os.strerror(errno.EACCES):
+        return NotPermitted(f"{path} cannot be listed: {why}. {so}", code="CKPT1401")
+    return Unreadable(f"{path} cannot be listed: {why}. {so}")
 
 
 def _count_checkpoints(found: Checkpoints) -> str:
@@ -356,7 +392,7 @@ def _display_path(source: Source, name: str) -> str:
 # ----------------------------------------------------------------------------------------------------- many places
 
 #: Folders that are no checkpoints, whatever lies in them.
-_NO_CHECKPOINT = r"(?s)\..*|runs|logs|wandb|tensorboard|lightning_logs|__pycache__|.*\.ckpttool-watch"
+_NO_CHECKPOINT = r"(?s)\..*|lost\+found|runs|logs|wandb|tensorboard|lightning_logs|__pycache__|.*\.ckpttool-watch"
 _TEMPORARY = r"(?s)tmp[-_.].*|.*[-_.](tmp|incomplete|partial)"
 _STEP = r"(?i)(?:step|checkpoint|ckpt|iter|iteration|batch)s?[-_=]?(\d{1,15})(?!\d)"
 _NAMED_STEP = r"(?i)steps?[-_=]?(\d{1,15})(?!\d)"
@@ -365,12 +401,14 @@ _EPOCH = r"(?i)(?:epoch|(?<![a-z])ep)[-_=]?(\d{1,9})(?!\d)"
 
 def find_checkpoints(source: Source, most: int | None = None) -> Checkpoints:
     """Find the checkpoints in a folder and its subfolders; they are sorted from the oldest to the newest, and the
-    newest complete one of each run is marked.
+    newest complete one of each run is marked, unless a later folder of the run could not be listed.
 
     Args:
         most: how many folders to look into at most; None means a default that takes seconds.
     """
     walk = _Walk(source, most)
+    if (why := _explain_failed_listing(source, "")) is not None:
+        walk.not_listed[""] = why
     rows = sorted(walk.rows(""), key=_sort_key_by_age)
     runs: dict[tuple[str, str], list[FoundCheckpoint]] = {}
     for c in rows:
@@ -385,12 +423,36 @@ def find_checkpoints(source: Source, most: int | None = None) -> Checkpoints:
             newer = []
         exports |= {id(c) for c in newer}
         best = saves[-1 - len(newer)]
-        if not any(
-            c is not best and _sort_key_by_age(c)[:2] == _sort_key_by_age(best)[:2] for c in saves
-        ):  # else neither is the newest
+        equal = any(c is not best and _sort_key_by_age(c)[:2] == _sort_key_by_age(best)[:2] for c in saves)
+        if not equal and not find_later_folders(walk.not_listed, best):  # else it may not be the newest
             chosen.add(id(best))
     rows = [replace(c, newest=id(c) in chosen, weights_only=id(c) in exports) for c in rows]
-    return Checkpoints(_display_path(source, ""), rows, walk.left_out)
+    return Checkpoints(_display_path(source, ""), rows, walk.left_out, walk.not_listed)
+
+
+def find_later_folders(not_listed: Iterable[str], than: FoundCheckpoint) -> list[str]:
+    """Return those of the folders that could not be listed that are named like saves of a checkpoint's run, or parts of
+    saves, at a step that is not before its own.
+
+    Args:
+        not_listed: names of folders, as `Checkpoints.not_listed` has them.
+        than: the checkpoint.
+    """
+
+    def mask(path: str) -> str:
+        """Return a path without steps, and with "#" for parts that are numbers alone."""
+        return "/".join("#" if is_number_text(part) else strip_steps(part) for part in path.split("/")) + "/"
+
+    kind, out = mask(than.name), []
+    for name in not_listed:
+        step, epoch = _find_last_step_and_epoch(name)
+        if step is None and epoch is None:
+            step = next((int(part) for part in reversed(name.split("/")) if is_number_text(part)), None)
+        known = step is not None or epoch is not None
+        age = -1 if step is None else step, -1 if epoch is None else epoch
+        if known and (kind.startswith(mask(name)) or mask(name).startswith(kind)) and age >= _sort_key_by_age(than)[:2]:
+            out.append(name)
+    return out
 
 
 def describe_place(where: Place) -> FoundCheckpoint | None:
@@ -449,6 +511,12 @@ def find_run_key(c: FoundCheckpoint) -> tuple[str, str]:
     return folder, ""
 
 
+def _find_last_step_and_epoch(path: str) -> tuple[int | None, int | None]:
+    """Return (step, epoch) from the last part of a path whose name has a step or an epoch; (None, None) if none has."""
+    found = (_find_step_and_epoch(part) for part in reversed(path.split("/")))
+    return next((pair for pair in found if pair != (None, None)), (None, None))
+
+
 def _find_step_and_epoch(name: str) -> tuple[int | None, int | None]:
     """Return (step, epoch) from a file or folder name, each None where the name does not contain it."""
     steps, epochs = re.findall(_NAMED_STEP, name) or re.findall(_STEP, name), re.findall(_EPOCH, name)
@@ -465,6 +533,7 @@ class _Walk:
             most: how many folders to look into at most; None for a default, which is smaller for a remote source.
         """
         self.source, self.left_out = source, 0
+        self.not_listed: dict[str, str] = {}
         self.known = layouts.layouts()  # asking for them looks for other packages
         self.listings = most or (_MOST_REMOTE if source.is_remote else _MOST)
 
@@ -494,6 +563,9 @@ class _Walk:
                 self.left_out += 1
                 continue
             self.listings -= 1
+            if (why := _explain_failed_listing(self.source, path)) is not None:
+                self.not_listed[path] = why
+                continue
             found = self.look_at_folder(path, name)
             deeper = path.count("/") + 1 < _DEPTH
             if found is None:
@@ -551,6 +623,11 @@ class _Walk:
             return None
         else:
             lacks = next(_list_gaps(seen, layout), "")
+        if lacks:  # which may lie where this user may not look
+            for inner in (n for n in names if inside.glance(n)[0]):
+                if (why := _explain_failed_listing(inside, inner)) is not None:
+                    self.not_listed[f"{path}/{inner}" if path else inner] = why
+                    lacks = f"{inner} cannot be listed: {why}"
         sizes = [size for _, size in _list_files(inside, names)]
         known = layout.name if layout else DEFAULT_LAYOUT
         return self._make_found_checkpoint(path, known, layout, lacks, len(sizes), sum(sizes))
@@ -601,11 +678,7 @@ class _Walk:
             lacks: what is missing, "" where the checkpoint is complete.
             files, size: how many files it has, and their bytes.
         """
-        step = epoch = None
-        for part in reversed(path.split("/")):
-            step, epoch = _find_step_and_epoch(part)
-            if step is not None or epoch is not None:
-                break
+        step, epoch = _find_last_step_and_epoch(path)
         name = path.rpartition("/")[2]
         if step is None and layouts.get_program_of(layout).step_word == "" and is_number_text(name):
             step = int(name)
@@ -704,6 +777,7 @@ def newest(path: str | os.PathLike[str]) -> str:
 
     Raises:
         NotRecognised: there is none, or several runs lie below. UsageError: the path is a file.
+        NotPermitted, Unreadable: a folder that may be a newer one cannot be listed.
     """
     return find_latest_checkpoint(path)[0]
 
@@ -713,11 +787,13 @@ def find_latest_checkpoint(path: str | os.PathLike[str]) -> tuple[str, str]:
     checkpoint.
 
     Returns:
-        (path of the checkpoint, note that lists newer checkpoints with weights alone, "" where there are none).
+        (path of the checkpoint, note that lists newer checkpoints with weights alone and folders that could not be
+        listed, "" where there are none).
 
     Raises:
         UsageError: `path` is a file.
         NotRecognised: there is no checkpoint, none is the newest complete one, or there are several runs.
+        NotPermitted, Unreadable: a folder that may be a newer one cannot be listed.
     """
     where = layouts.place(path)
     if where.file is not None:
@@ -731,9 +807,16 @@ def find_latest_checkpoint(path: str | os.PathLike[str]) -> tuple[str, str]:
             return os.fspath(path), ""
         found = find_checkpoints(source)
     answer = found.newest
+    last = {find_run_key(c): c for c in found.checkpoints if c.complete and not c.weights_only}
+    unsure = [c for key, c in last.items() if key not in map(find_run_key, answer)]
+    if later := [name for c in unsure for name in find_later_folders(found.not_listed, c)]:
+        error = _make_listing_error(found, later[0], "It may be the newest checkpoint. Give the path of one:")
+        error.listing = str(found)
+        raise error
     if len(answer) == 1:
         newer = [c.path for c in found.checkpoints if c.weights_only]
-        return answer[0].path, f"newer, but weights only: {', '.join(newer)}" if newer else ""
+        notes = [f"newer, but weights only: {', '.join(newer)}"] if newer else []
+        return answer[0].path, "; ".join(notes + describe_not_listed(found.not_listed))
     if itself is not None:
         return os.fspath(path), ""
     if len(answer) > 1:
@@ -749,4 +832,6 @@ def find_latest_checkpoint(path: str | os.PathLike[str]) -> tuple[str, str]:
             listing=str(found),
             code="CKPT0304",
         )
+    if (closed := next(iter(found.not_listed), None)) is not None:
+        raise _make_listing_error(found, closed, "What it holds is not known.")
     raise NotRecognised(f"No checkpoint is in {found.path} or in its folders, two levels down.", code="CKPT0304")
