@@ -38,6 +38,7 @@ import errno
 import os
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from .printable import printable, printable_lines
@@ -387,8 +388,8 @@ def get_change() -> str:
 
 
 def argument(name: str, value: object = None, of: str | None = None) -> str:
-    """Return the text for an option in a message, in the form in which the caller gives it: in Python or on the command
-    line.
+    """Return the text for an option in a message, in the form in which the caller gives it: in Python, or quoted for a
+    shell on the command line.
 
     Examples:
         >>> argument("world_size", 0), argument("drop", True), argument("wrap"), argument("only", ["model", "optim"])
@@ -408,9 +409,8 @@ def argument(name: str, value: object = None, of: str | None = None) -> str:
         flag = _FLAGS.get(name) or ("--no-" if value is False else "--") + name.replace("_", "-")
         text = flag
         if value is not None and not isinstance(value, bool):
-            text += (
-                f" {','.join(map(str, value)) if isinstance(value, Iterable) and not isinstance(value, str) else value}"
-            )
+            words = value if isinstance(value, Iterable) and not isinstance(value, str) else [value]
+            text += f" {quote(','.join(map(str, words)))}"
         if flag in (_command.flags or (flag,)):
             return text
         if (owner := _command.owner(flag)) is not None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from .printable import printable
+
 __all__ = ["log_detail", "log_step", "receive_progress", "report_progress"]
 
 _HEARS: ContextVar[Callable[[str, int, int], None] | None] = ContextVar("hears", default=None)
@@ -48,7 +50,8 @@ def log_detail(message: str, *values: object) -> None:
 
 
 def _log_if_imported(level: str, message: str, values: tuple[object, ...]) -> None:
-    """Log a record, if the program has imported `logging`; otherwise nothing would show it. `level` is "info" or
-    "debug"."""
+    """Log a record, if the program has imported `logging`; otherwise nothing would show it. What does not print in a
+    text, as names of a checkpoint may have, becomes escapes. `level` is "info" or "debug"."""
     if (logging := sys.modules.get("logging")) is not None:
-        getattr(logging.getLogger("ckpttool"), level)(message, *values, stacklevel=3)
+        shown = (printable(value) if isinstance(value, str) else value for value in values)
+        getattr(logging.getLogger("ckpttool"), level)(message, *shown, stacklevel=3)

@@ -6,6 +6,7 @@ from typing import Any
 
 from .engine.diff import diff
 from .engine.opening import CheckpointPath
+from .printable import printable
 
 __all__ = ["assert_same_training_state"]
 
@@ -28,4 +29,4 @@ def assert_same_training_state(a: CheckpointPath, b: CheckpointPath, **comparing
     not_read = [(which, row) for which, rows in (("A", found.not_read_a), ("B", found.not_read_b)) for row in rows]
     if found or not_read:
         lines = [f"not compared, in {which}: {row['name']} ({row['what']})" for which, row in not_read]
-        raise AssertionError("\n".join([f"A is {found.a}, B is {found.b}", *lines, *found.lines()]))
+        raise AssertionError("\n".join(map(printable, [f"A is {found.a}, B is {found.b}", *lines, *found.lines()])))

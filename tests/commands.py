@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import io
+import logging
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ def ckpttool_here(*words: object) -> subprocess.CompletedProcess[str]:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setattr(sys, "argv", args)
+        patch.setattr(logging, "_logRecordFactory", logging.getLogRecordFactory())
         patch.setattr(sys.modules["__main__"], "__package__", None)  # click's name of the program is argv[0] then
         patch.setattr(
             "ckpttool.watching.gentle.lower_priority", list

@@ -3,6 +3,7 @@ machine."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 
 import typer
@@ -10,11 +11,13 @@ import typer
 __all__ = ["COMPLETIONS", "complete_entry_name"]
 
 _MOST = 200  # names that a shell is given
+#: Words that no shell changes or runs. zsh evaluates what it is given, and bash inserts it without quotes.
+_PLAIN = re.compile(r"[\w./][\w.@%+,/-]*", re.ASCII)
 
 
 def _filter_by_prefix(words: Iterable[str], incomplete: str) -> list[str]:
-    """Return the words that begin with `incomplete`, at most `_MOST` of them."""
-    return [word for word in words if word.startswith(incomplete)][:_MOST]
+    """Return the words that begin with `incomplete` and that no shell changes or runs, at most `_MOST` of them."""
+    return [word for word in words if word.startswith(incomplete) and _PLAIN.fullmatch(word)][:_MOST]
 
 
 def _complete_layout(incomplete: str) -> list[str]:
@@ -44,11 +47,12 @@ def _complete_selection(ctx: typer.Context, incomplete: str) -> list[str]:
 
     before, comma, last = incomplete.rpartition(",")
     words = complete_entry_name(ctx, last) if "." in last else _filter_by_prefix(COMPONENTS, last)
-    return [before + comma + word for word in words]
+    return _filter_by_prefix((before + comma + word for word in words), incomplete)
 
 
 def complete_entry_name(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return the names of tensors and values, in the checkpoint on the command line, that begin with `incomplete`.
+    """Return the names of tensors and values, in the checkpoint on the command line, that begin with `incomplete` and
+    that no shell changes or runs.
 
     [] if that checkpoint is not given yet, is behind a URL or cannot be read.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import errno
 import gc
+import logging
 import os
 import signal
 import sys
@@ -32,6 +33,7 @@ from ..errors import (
     name_flags,
     note_change,
 )
+from ..printable import printable
 from .help import HELP_FLAGS, App, Command, about, keep_called_command
 from .layout_options import HfCommand, LayoutCommand
 from .terminal import OutputLost, note, open_streams, print_json, refuse_empty_arguments, say
@@ -220,6 +222,7 @@ def main() -> None:
         sys.unraisablehook = _handle_unraisable
         open_streams()
         warnings.showwarning = _show_warning
+        logging.setLogRecordFactory(_make_log_record)
         _run_and_report_errors()
     except KeyboardInterrupt:  # before anything was begun, or another one while an error was printed
         _print_and_exit(Interrupted(_explain_interrupt()))
@@ -315,11 +318,33 @@ _usual = warnings.showwarning
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *more: Any, **where: Any) -> None:
-    """Print a warning of ckpttool in one line, and warnings of other packages as Python does."""
+    """Print a warning of ckpttool in one line, and warnings of other packages as Python does, with escapes for what
+    does not print in their text."""
     if category.__module__.startswith("ckpttool."):
         note(f"warning: {message}")
     else:
-        _usual(message, category, *more, **where)
+        _usual(printable(str(message)), category, *more, **where)
+
+
+_make_usual_log_record = logging.getLogRecordFactory()
+
+
+def _make_log_record(*given: Any, **more: Any) -> logging.LogRecord:
+    """Make a log record whose text is one line: other packages log what a config says, which could forge lines of ours.
+    An exception becomes part of that line, without its traceback.
+
+    Args:
+        given, more: the arguments that `logging` passes to a factory of records.
+    """
+    record = _make_usual_log_record(*given, **more)
+    try:
+        text = record.getMessage()
+    except Exception:  # arguments that do not fit the message
+        text = f"{record.msg} {record.args!r}"
+    error = record.exc_info[1] if record.exc_info else None
+    record.msg = printable(text if error is None else f"{text} ({type(error).__name__}: {error})")
+    record.args = record.exc_info = None
+    return record
 
 
 def _run_command() -> None:

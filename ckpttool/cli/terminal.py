@@ -153,6 +153,8 @@ def _parse_plain_value(text: str) -> object:
 
 #: Columns of a terminal: of most, and those that every part of a bar fits into.
 _USUAL, _WIDE = 80, 100
+#: The most columns of a table in a file; longer cells are cut.
+_OF_TABLES = 10_000
 
 
 def progress_bar() -> Meter:
@@ -464,11 +466,21 @@ def print_json(data: object) -> None:
 
 
 def draw(*renderables: object) -> None:
-    """Print tables and trees of rich on stdout. If that is not a terminal, lines are not wrapped."""
+    """Print tables and trees of rich on stdout. If that is not a terminal, neither lines nor the cells of a table are
+    wrapped."""
+    from rich.table import Table
+
     on_screen = sys.stdout.isatty()
     screen = make_console(highlight=False, emoji=False, width=None if on_screen else 160)
     for r in renderables:
-        screen.print(r, soft_wrap=not on_screen)  # in a file, a wrapped name would begin a line
+        if on_screen:
+            screen.print(r)
+        elif isinstance(r, Table):  # in a file, a wrapped name would begin a line
+            for column in r.columns:
+                column.no_wrap = True
+            make_console(highlight=False, emoji=False, width=_OF_TABLES).print(r)
+        else:
+            screen.print(r, soft_wrap=True)
 
 
 def make_console(stderr: bool = False, **options: Any) -> Console:

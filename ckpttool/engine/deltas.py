@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -131,7 +132,7 @@ class DeltaSummary(Shown):
             yield (
                 f"its checksums ({self.checksums}) are those of the tensors after it was applied, and are compared then"
             )
-        yield f"next: ckpttool convert BASE OUT --apply {self.path}"
+        yield f"next: ckpttool convert BASE OUT --apply {shlex.quote(self.path)}"
 
 
 def summarise_deltas(path: str, read_data: bool) -> DeltaSummary | None:

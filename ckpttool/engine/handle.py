@@ -16,7 +16,7 @@ from math import prod
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
-from ..errors import Unsupported, UsageError
+from ..errors import Unsupported, UsageError, get_named_flags
 from ..extras import require_packages
 from ..index import boxes
 from ..index.check import check_chunk
@@ -67,17 +67,22 @@ def make_handle(opened: OpenCheckpoint, name: str) -> TensorHandle:
     if name in ckpt.values:
         raise UnknownTensor(f'"{name}" is a value and not a tensor; read it with checkpoint.value({name!r}).')
     raise UnknownTensor(
-        f'"{name}" is not among the {len(ckpt.tensors):,} tensors of {ckpt.root}.{_suggest_names(ckpt, name)}'
+        f'"{name}" is not among the {len(ckpt.tensors):,} tensors of {opened.location}.{_suggest_names(opened, name)}'
     )
 
 
-def _suggest_names(ckpt: Checkpoint, name: str) -> str:
-    """Return the end of an error message: up to three names similar to `name`, or a hint at keys()."""
+def _suggest_names(opened: OpenCheckpoint, name: str) -> str:
+    """Return the end of an error message: up to three names similar to `name`, or what lists all of them, in Python or
+    on the command line."""
     from difflib import get_close_matches
+    from shlex import quote
 
-    tail = [n for n in ckpt.tensors if isinstance(name, str) and n.endswith(f".{name}")]
-    close = tail[:3] or get_close_matches(str(name), list(ckpt.tensors)[:_SUGGEST_AMONG], 3)
-    return f" Did you mean {' or '.join(map(repr, close))}?" if close else " keys() lists them."
+    tensors = opened.checkpoint.tensors
+    tail = [n for n in tensors if isinstance(name, str) and n.endswith(f".{name}")]
+    if close := tail[:3] or get_close_matches(str(name), list(tensors)[:_SUGGEST_AMONG], 3):
+        return f" Did you mean {' or '.join(map(repr, close))}?"
+    in_python = get_named_flags() is None
+    return f" {'keys()' if in_python else f'`ckpttool inspect {quote(opened.location)} --tree`'} lists them."
 
 
 class TensorHandle:
@@ -143,13 +148,13 @@ class TensorHandle:
             TypeError: the tensor has no dimensions.
         """
         if not self.shape:
-            raise TypeError(f'"{self.name}" has no dimensions, so it has no length.')
+            raise TypeError(f'"{printable(self.name)}" has no dimensions, so it has no length.')
         return self.shape[0]
 
     def __repr__(self) -> str:
         """Return a line with name, dtype, shape and size of the tensor; nothing is read."""
         size = human(self.nbytes)
-        return f"<{type(self).__name__} {self.name}: {self.dtype} {list(self.shape)}, {size}>"
+        return f"<{type(self).__name__} {printable(self.name)}: {self.dtype} {list(self.shape)}, {size}>"
 
     def __iter__(self) -> Iterator[Any]:
         """Yield `self[0]`, `self[1]`, ... along the first dimension, each read from the files only when asked for:
@@ -202,7 +207,7 @@ class TensorHandle:
             CkpttoolError: what `numpy` raises.
         """
         if copy is False:
-            raise ValueError(f'"{self.name}" is in a file, so that every array of it is a copy.')
+            raise ValueError(f'"{printable(self.name)}" is in a file, so that every array of it is a copy.')
         found = self.numpy()
         return found if dtype is None else found.astype(dtype, copy=False)
 
@@ -406,6 +411,7 @@ def parse_index(
         IndexError: the index is outside the tensor, has too many dimensions, or two "...".
         TypeError: it is neither an integer nor a slice.
     """
+    name = printable(name)
     given = index if isinstance(index, tuple) else (index,)
     dots = [k for k, i in enumerate(given) if i is ...]
     if len(dots) > 1:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 
-from ..errors import UsageError, argument
+from ..errors import RemoteError, Unsupported, UsageError, argument
 from ..extras import require_packages
 from ..huggingface import Config, maps, model_files
 from ..huggingface.model_names import load_config, read_model_names
@@ -164,7 +164,10 @@ def _read_config_model(given: str) -> _Model:
     Raises:
         CkpttoolError: there is no config.json, or transformers cannot build the model.
     """
-    config = load_config(given)
+    try:
+        config = load_config(given)
+    except (RemoteError, Unsupported) as e:  # it has no option of its own here
+        raise type(e)(str(e).replace(argument("config", given), given), code=e.code) from None
     found = read_model_names(config)
     weights = [NamedWeight(n, shape) for n, shape in found.shapes.items() if n not in found.tied]
     return _Model(weights, "transformers", config, has_values=False, ordered=True)

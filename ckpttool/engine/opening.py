@@ -18,7 +18,7 @@ from ..index.draft import Dropped
 from ..index.param_groups import list_names_by_group
 from ..index.selection import NOT_RESUMED, EntrySelection, explain_no_match
 from ..options import MergeRequest, OpenKeywords, OpenOptions, list_keywords
-from ..printable import count_noun, list_first
+from ..printable import count_noun, list_first, printable
 from ..progress import log_detail, log_step
 from ..storage.source import Source, closed_on_error, raise_open_file_limit
 from ..storage.urls import UNFINISHED
@@ -353,7 +353,7 @@ class OpenCheckpoint(Mapping[str, "TensorHandle"]):
         """Return a line with layout, place, number of tensors and bytes."""
         ckpt = self.checkpoint
         return (
-            f"<{type(self).__name__} {ckpt.layout} {ckpt.root}: {count_noun(len(ckpt.tensors), 'tensor')}, "
+            f"<{type(self).__name__} {ckpt.layout} {printable(ckpt.root)}: {count_noun(len(ckpt.tensors), 'tensor')}, "
             f"{ckpt.nbytes:,} bytes>"
         )
 

@@ -25,9 +25,9 @@ _MARKS = {"pass": "M4 10.5l4 4 8-9", "fail": "M5 5l10 10M15 5L5 15", "aside": "M
 
 def make_environment(package: str) -> Environment:
     """Make jinja2's environment with the templates of a package and those that all pages share. Every printed value is
-    escaped."""
+    escaped, and words of more than 160 characters are shortened; `value|whole` is not shortened."""
     from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
-    from markupsafe import Markup
+    from markupsafe import Markup, escape
 
     environment = Environment(
         loader=ChoiceLoader([PackageLoader(package), PackageLoader("ckpttool.pages")]),
@@ -37,7 +37,11 @@ def make_environment(package: str) -> Environment:
         lstrip_blocks=True,
         finalize=lambda value: value if isinstance(value, Markup) else escape_unprintable(value, 160),
     )
-    environment.filters |= {"short": escape_unprintable, "commas": lambda n: f"{n:,}"}
+    environment.filters |= {
+        "short": escape_unprintable,
+        "whole": lambda text: escape(escape_unprintable(text)),
+        "commas": lambda n: f"{n:,}",
+    }
     return environment
 
 

@@ -129,7 +129,9 @@ def test_stages_of_a_pipeline_with_the_same_names_are_no_model(pattern: str, tmp
         ckpttool.verify(folder, read_data=True)
     sick = doctor(folder, read_data=True)
     assert not sick.sound and [f.kind for f in sick.findings] == ["other-weights"]
-    assert any("2 entries" in n and "2 ranks have other numbers" in n for n in inspect(folder).notes)
+    shown = inspect(folder)
+    assert any("2 entries" in n and n.endswith("a conversion refuses them") for n in shown.notes)
+    assert "no conversion takes it" in shown.next and f"ckpttool doctor {folder}" in shown.next
     done = ckpttool.convert(folder, tmp_path / "out.pt", allow_mixed_steps=True)
     names = [(f"extra.per_rank.{r}.model.layers.{i}.weight", 60) for i in range(2) for r in (1, 2)]
     assert sorted((name, nbytes) for name, nbytes, _ in done.dropped) == sorted(names)
@@ -175,6 +177,7 @@ def test_statistics_that_each_rank_has_for_itself_are_listed(tmp_path: Path) -> 
     ]
     kept = torch.load(tmp_path / "out.pt")["model"]
     assert torch.equal(kept["1.running_mean"], torch.load(folder / "checkpoint_rank0.pt")["model"]["1.running_mean"])
+    assert not [n for n in ckpttool.verify(folder).notes if "refuses" in n]
     said = "1 rank has other numbers in 2 entries of which the lowest rank's are read"
     assert [n for n in ckpttool.verify(tmp_path / "out.pt", against=folder).notes if n.startswith(f"{folder}: {said}")]
     assert [n for n in ckpttool.diff(tmp_path / "out.pt", folder).notes if n.startswith(f"{folder}: {said}")]

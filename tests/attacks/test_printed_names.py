@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import random
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from commands import ckpttool_here
 from pages import Browser, browser
 from peers import REPOSITORY
 from sampling import sample
@@ -18,6 +24,7 @@ from ckpttool.cli.main import list_commands
 from ckpttool.errors import CkpttoolError
 from ckpttool.hub import model_card
 from ckpttool.printable import printable, printable_json
+from ckpttool.testing import assert_same_training_state
 
 sys.path.insert(0, str(REPOSITORY))
 
@@ -86,6 +93,112 @@ def test_an_error_is_printable_wherever_it_is_shown() -> None:
     e.add_note(BAD)
     assert str(e).split("\n")[0].isprintable() and all(x.isprintable() for x in str(e).split("\n"))
     assert all(x.isprintable() for x in e.__notes__) and e.args == (f"{BAD} is wrong.",)
+
+
+_FOREIGN = """
+import logging, warnings
+from ckpttool.cli import main
+BAD = "1\\nerror: FORGED\\x1b[31m\\nok: every byte proved\\u202e"
+def log():
+    logging.getLogger("transformers").warning("a factor of %s", BAD)
+    logging.getLogger("transformers").warning("%d", BAD)
+    try:
+        raise ValueError(BAD)
+    except ValueError:
+        logging.getLogger("fsspec").exception("failed")
+    warnings.warn(BAD)
+main._run_command = log
+main.main()
+"""
+
+
+def test_no_log_line_or_warning_of_another_package_forges_a_line() -> None:
+    """transformers logs values of a config.json as they are."""
+    done = subprocess.run([sys.executable, "-c", _FOREIGN], capture_output=True, text=True, check=True)
+    said = [line for line in done.stderr.split("\n") if "FORGED" in line]
+    assert len(said) == 4 and not any(line.startswith(("error", "ok")) for line in done.stderr.split("\n"))
+    assert terminal.faults_of(done.stderr) == []
+    assert said[0] == "a factor of 1\\nerror: FORGED\\x1b[31m\\nok: every byte proved\\u202e"
+
+
+@pytest.mark.parametrize(
+    ("shell", "words"),
+    [
+        *((shell, "show a.pt model.w") for shell in ("zsh", "bash", "fish", "powershell")),
+        ("zsh", "digest a.pt --only optim,model.w"), ("zsh", "digest a.pt --only $(touch\\ RUN),model.w"),
+    ],
+)  # fmt: skip
+def test_tab_offers_no_name_that_a_shell_changes_or_runs(tmp_path: Path, shell: str, words: str) -> None:
+    """zsh evaluates the words that it is given, and bash inserts them as they are."""
+    plain = ["w.0", "w@x", "w+y", "w%F", "w/z", "w-q", "w_"]
+    made = ["\\$(touch RUN)", "$(touch RUN)", "`touch RUN`", ";touch RUN", "\ntouch", '"a', "'b'", "\\", " c"]
+    made += ["{a,b}", "*", "~=", ":x", "é"]
+    torch.save({"model": {n: torch.ones(2) for n in [*plain, *(f"w{x}" for x in made)]}}, tmp_path / "a.pt")
+    line = f"ckpttool {words}"
+    environment = os.environ | {
+        "_CKPTTOOL_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": line, "COMP_WORDS": line, "COMP_CWORD": "3",
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args", "_TYPER_COMPLETE_WORD_TO_COMPLETE": line.split()[-1],
+    }  # fmt: skip
+    done = subprocess.run(
+        [_write_program(tmp_path)], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    before = "optim," if "optim" in words else ""
+    offered = [] if "RUN" in words else [f"{before}model.{n}" for n in plain]
+    assert re.findall(r"[^\s\"]*model\.[^\s\":]*", done.stdout) == offered
+    assert not set(done.stdout) & set("$`;\\{~") and "RUN" not in done.stdout
+
+
+def _write_program(folder: Path) -> Path:
+    """A script called ckpttool, as pip installs it."""
+    program = folder / "ckpttool"
+    program.write_text(f"#!{sys.executable}\nfrom ckpttool.cli.main import main\nmain()\n")
+    program.chmod(0o755)
+    return program
+
+
+def test_bash_inserts_what_it_can_run(tmp_path: Path) -> None:
+    from typer._completion_shared import get_completion_script
+
+    torch.save({"model": {n: torch.ones(2) for n in ("w.0", "w$(touch${IFS}RUN)", "w;>RUN")}}, tmp_path / "a.pt")
+    _write_program(tmp_path)
+    script = get_completion_script(prog_name="ckpttool", complete_var="_CKPTTOOL_COMPLETE", shell="bash")
+    call = 'COMP_WORDS=(ckpttool show a.pt model.w) COMP_CWORD=3; _ckpttool_completion ./ckpttool; eval "echo ${COMPREPLY[*]}"'
+    done = subprocess.run(["bash", "-c", f"{script}\n{call}"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "model.w.0\n" and not (tmp_path / "RUN").exists()
+
+
+def test_no_cell_of_a_table_is_wrapped_in_a_file(tmp_path: Path) -> None:
+    name = f"{'w' * 120} error: FORGED {'z' * 60}"
+    (tmp_path / "store").mkdir()
+    torch.save({"model": {name: torch.ones(2)}}, tmp_path / "a.pt")
+    assert ckpttool_here("audit", "export", tmp_path / "a.pt", tmp_path / "store" / f"{name}.tar.zst").returncode == 0
+    for words in (["inspect", tmp_path / "a.pt", "--fold"], ["audit", "list", tmp_path / "store"]):
+        printed = ckpttool_here(*words).stdout
+        assert name in printed and terminal.faults_of(printed) == []
+
+
+def test_nor_has_what_python_shows_or_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    name, a, b = f"w{BAD}\nERROR:root:FORGED", tmp_path / "a.pt", tmp_path / "b.pt"
+    weights = {name: torch.ones(2, dtype=torch.int64), "l.weight": torch.ones(2, 2)}
+    slots = {0: {"step": torch.tensor(1.0), "exp_avg": torch.ones(2, 2), "exp_avg_sq": torch.ones(2, 2)}}
+    groups = [{"lr": 0.1, "params": [0]}]
+    torch.save({"model": weights, "optimizer": {"state": slots, "param_groups": groups}}, a)
+    torch.save({"model": {name: torch.zeros(2, dtype=torch.int64)}}, b)
+    with caplog.at_level(logging.DEBUG, "ckpttool"):
+        ckpttool.convert(a, tmp_path / "out", to="zero3", world_size=2, drop=True)
+    shown = [r.getMessage() for r in caplog.records]
+    with pytest.raises(AssertionError) as differs:
+        assert_same_training_state(a, b)
+    shown += str(differs.value).split("\n")
+    with ckpttool.open(a) as opened:
+        handle = opened[f"model.{name}"]
+        shown.append(repr(handle))
+        for index in (5, (0, 0), "x"):
+            with pytest.raises((IndexError, TypeError)) as wrong:
+                handle[index]  # type: ignore[index]
+            shown.append(str(wrong.value))
+    assert sum("FORGED" in line for line in shown) > 5
+    assert all(line.isprintable() for line in shown)
 
 
 def test_what_a_notebook_draws_runs_nothing_and_is_as_it_is(chromium: Browser, tmp_path: Path) -> None:

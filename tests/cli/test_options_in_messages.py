@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import fields
@@ -14,11 +15,14 @@ from typing import TypeGuard
 import pytest
 import torch
 from commands import ckpttool_here
+from peers import FIXTURES
+from safetensors.torch import save_file
 
 import ckpttool
 from ckpttool import errors
 from ckpttool.cli.main import list_commands, list_flags
 from ckpttool.cli.shared_options import list_shared_options
+from ckpttool.engine.deltas import DeltaSummary
 from ckpttool.errors import CommandLine, argument, name_flags
 from ckpttool.options import (
     ConvertKeywords,
@@ -27,6 +31,7 @@ from ckpttool.options import (
     RunOptions,
     WriteRequest,
 )
+from ckpttool.program import Advice
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FLAGS = {name: list_flags(command) for name, command in list_commands()}
@@ -283,3 +288,30 @@ def test_convert_takes_every_field_of_the_three_requests() -> None:
     assert {n: p.default for n, p in listed.items() if n in made} == {n: f.default for n, f in made.items()}
     with pytest.raises(TypeError, match=r"convert\(\) got an unexpected keyword argument 'world_sze'"):
         ckpttool.convert("x", "y", world_sze=2)  # type: ignore[call-arg]
+
+
+def test_options_and_commands_to_copy_are_quoted_for_a_shell(tmp_path: Path) -> None:
+    """What a checkpoint, or its folder, calls something could run when somebody pastes the command."""
+    evil = "x $(touch RUN)"
+    with name_flags():
+        assert argument("weights", evil) == "--weights 'x $(touch RUN)'"
+        assert argument("config", "-a=b,c/d") == "--config -a=b,c/d"
+        assert argument("only", ["model", "a*"]) == "--only 'model,a*'"
+    assert argument("weights", evil) == f"weights={evil!r}"
+    path = tmp_path / evil
+    shutil.copytree(FIXTURES / "fsdp1_w3_uop0" / "ckpt", path)
+    undescribed = ckpttool_here("inspect", path).stderr
+    shutil.rmtree(path)
+    path.mkdir()
+    pair = {f"base_model.model.l.lora_{side}.weight": torch.ones(2, 2) for side in "AB"}
+    save_file(pair, path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["l"]}')
+    alone = ckpttool_here("convert", path, tmp_path / "out", "--to", "hf").stderr
+    merged = ckpttool_here("adapter", "merge", path, tmp_path / "out").stderr
+    delta = str(DeltaSummary(str(path), "TRL", None, None, 1, 1, None, False))
+    for text, commands in ((undescribed, 3), (alone, 2), (merged, 1), (delta, 1)):
+        assert text.count(shlex.quote(str(path))) == commands, text
+    torch.save({"model": {"w": torch.ones(1)}, f"ema {evil}": {"w": torch.zeros(1)}}, tmp_path / "a.pt")
+    assert f"--weights 'ema {evil}'" in ckpttool_here("inspect", tmp_path / "a.pt").stdout
+    ckpt = ckpttool.inspect(tmp_path / "a.pt").index
+    assert ckpt is not None and Advice(ckpt, "-x.pt").convert("--to hf") == "ckpttool convert ./-x.pt OUT --to hf"

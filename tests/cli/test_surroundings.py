@@ -6,7 +6,9 @@ None of it is a bug of ckpttool, and none of it may be reported as one.
 from __future__ import annotations
 
 import io
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -468,3 +470,52 @@ def test_what_is_not_permitted_is_exit_14_and_no_damage(
     assert said.replace(b"{full}", os.fsencode(tmp_path / "full")) in done.stderr, done.stderr
     assert b'"exit_code": 14' in done.stdout if "--json" in line else done.stdout == b""
     assert sorted(p for p in tmp_path.rglob("*")) == there
+
+
+_LINES = """
+import json, sys
+from commands import ckpttool_here
+for line in json.load(sys.stdin):
+    done = ckpttool_here(*line.split())
+    print(json.dumps([done.returncode, done.stdout + done.stderr]))
+"""
+
+
+def test_no_command_passes_over_a_step_that_may_not_be_listed(tmp_path: Path, small: Path) -> None:
+    """`last` has a closed newest step, `first` a closed oldest one, `half` a closed folder in the newest one."""
+    ckpttool.convert(small / "in.pt", tmp_path / "one", to="dcp", world_size=1)
+    trainer = FIXTURES / "trainers" / "trainer_fsdp2_sharded" / "ckpt" / "checkpoint-3"
+    for run, source in (("last", tmp_path / "one"), ("first", tmp_path / "one"), ("half", trainer)):
+        for step in (1, 2, 3):
+            shutil.copytree(source, tmp_path / run / f"step-{step}")
+    (tmp_path / "last" / "lost+found").mkdir()
+    closed = [tmp_path / p for p in ("last/step-3", "first/step-1", "half/step-3/optimizer_0", "last/lost+found")]
+    lines = ["ls last", "inspect last", "digest last --latest", "prune last --keep-last 1 --yes", "watch last --once --settle 0",
+             "digest first --latest", "prune first --keep-last 1", "digest half --latest", "ls half"]  # fmt: skip
+    for path in closed:
+        path.chmod(0o000)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _LINES], input=json.dumps(lines), text=True, cwd=tmp_path, capture_output=True,
+            preexec_fn=_without_override, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        )  # fmt: skip
+    finally:
+        for path in closed:
+            path.chmod(0o755)
+    assert done.returncode == 0, done.stderr
+    found = dict(zip(lines, map(json.loads, done.stdout.splitlines()), strict=True))
+    for line in lines[:5]:
+        assert re.search("step-3:? cannot be listed: Permission denied", found[line][1]), (line, found[line])
+        assert "lost+found" not in found[line][1], (line, found[line])
+    assert [found[line][0] for line in lines] == [0, 0, 14, 0, 4, 0, 0, 14, 0], found  # 4: the steps are copies
+    for line in ("ls last", "inspect last", "ls half"):
+        assert "newest complete" not in found[line][1], found[line]
+    said = found["prune last --keep-last 1 --yes"][1]
+    assert "refused      step-1: step-3 cannot be listed, and may need it" in said
+    assert "kept         step-2: the newest complete one of those that can be listed, one" in said
+    assert (tmp_path / "last" / "step-1").exists()
+    assert "step-3: not judged" in found["watch last --once --settle 0"][1]
+    said = found["digest first --latest"][1]
+    assert f"latest: {tmp_path / 'first' / 'step-3'}" in said and "note: step-1 cannot be listed" in said
+    assert "would delete step-2" in found["prune first --keep-last 1"][1]
+    assert "step-3/optimizer_0 cannot be listed: Permission denied" in found["digest half --latest"][1]

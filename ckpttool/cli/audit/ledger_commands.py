@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...errors import Differs
+from ...errors import Differs, UsageError
 from ..help import about
 from ..terminal import (
     Json,
@@ -92,7 +93,12 @@ def add(archive: ArchivePath, as_json: Json = False) -> None:
 def show(store: Store, as_json: Json = False) -> None:
     """Check a store's ledger and print it."""
     from ...audit.ledger import read_entries
+    from ...storage.urls import is_url
 
+    if not is_url(store) and not os.path.isdir(store):
+        raise UsageError(
+            f"{store} is not a folder; a store is a folder with archives, or the URL of one.", code="CKPT0221"
+        )
     rows = read_entries(store)
     if as_json:
         print_json(rows)
