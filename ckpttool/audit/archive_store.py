@@ -200,10 +200,7 @@ class History:
             UsageError: there is no such folder. Corrupt: the ledger is damaged. RemoteError, CkpttoolError: the store
                 fails.
         """
-        if not urls.is_url(store) and not os.path.isdir(store):
-            raise UsageError(
-                f"{store} is not a folder; a store is a folder with archives, or the URL of one.", code="CKPT0221"
-            )
+        ledger.require_store(store)
         lines = ledger.read_entries_or_none(store) if lines is None else lines
         with open_source(store) as source:
             names = source.list()

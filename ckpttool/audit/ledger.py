@@ -74,6 +74,7 @@ __all__ = [
     "may_still_carry_out",
     "read_entries",
     "read_entries_or_none",
+    "require_store",
     "take_turn",
     "verify_chain",
 ]
@@ -261,6 +262,14 @@ def check_writable(store: str) -> list[LedgerEntry]:
     return _parse_chain(data, path)
 
 
+def require_store(store: str) -> None:
+    """Raise UsageError unless a store is a URL or a folder."""
+    if not urls.is_url(store) and not os.path.isdir(store):
+        raise UsageError(
+            f"{store} is not a folder; a store is a folder with archives, or the URL of one.", code="CKPT0221"
+        )
+
+
 def read_entries(store: str) -> list[LedgerEntry]:
     """Return every entry of a store's ledger, after checking the chain of hashes; [] if there is no ledger.
 
@@ -302,10 +311,7 @@ def verify_chain(store: str, head: str | None = None) -> dict[str, object]:
             f"{head!r} is not the hash of a line: 64 digits 0-9a-f, as `audit ledger verify` prints them.",
             code="CKPT0203",
         )
-    if not urls.is_url(store) and not os.path.isdir(store):
-        raise UsageError(
-            f"{store} is not a folder; a store is a folder with archives, or the URL of one.", code="CKPT0221"
-        )
+    require_store(store)
     entries = read_entries_or_none(store)
     if entries is None:
         raise Corrupt(

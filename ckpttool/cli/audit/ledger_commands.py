@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...errors import Differs, UsageError
+from ...errors import Differs
 from ..help import about
 from ..terminal import (
     Json,
@@ -92,13 +91,9 @@ def add(archive: ArchivePath, as_json: Json = False) -> None:
 )
 def show(store: Store, as_json: Json = False) -> None:
     """Check a store's ledger and print it."""
-    from ...audit.ledger import read_entries
-    from ...storage.urls import is_url
+    from ...audit.ledger import read_entries, require_store
 
-    if not is_url(store) and not os.path.isdir(store):
-        raise UsageError(
-            f"{store} is not a folder; a store is a folder with archives, or the URL of one.", code="CKPT0221"
-        )
+    require_store(store)
     rows = read_entries(store)
     if as_json:
         print_json(rows)
