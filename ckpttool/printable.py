@@ -25,6 +25,7 @@ __all__ = [
     "printable",
     "printable_json",
     "printable_lines",
+    "quote_path",
     "replace_non_finite_numbers",
     "shorten_middle",
 ]
@@ -35,6 +36,13 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def quote_path(path: str) -> str:
+    """Return a path, quoted for a shell; "./" comes before a dash, which would begin an option."""
+    from shlex import quote
+
+    return quote(f"./{path}" if path.startswith("-") else path)
 
 
 def escape_unprintable(text: object, word: int = 0) -> str:

@@ -23,6 +23,7 @@ from .by_fields import ByFields
 from .huggingface import encodings, lora
 from .index.checkpoint import Checkpoint, find_unnamed_optimizer_state
 from .index.trainer_trees import TrainerTree
+from .printable import quote_path
 from .storage.source import Source
 
 __all__ = ["Advice", "ForTrainer", "Half", "Program", "Saves", "SeenFolder", "StateFile", "Unfinished"]
@@ -137,10 +138,8 @@ class Advice(ByFields):
 
     @property
     def quoted(self) -> str:
-        """Return the path, quoted for a shell; "./" comes before a dash, which would begin an option."""
-        from shlex import quote
-
-        return quote(f"./{self.path}" if self.path.startswith("-") else self.path)
+        """Return the path, quoted for a shell."""
+        return quote_path(self.path)
 
     def convert(self, options: str) -> str:
         """Return the command line that converts the checkpoint to OUT, with these options ("--to hf") at its end, and

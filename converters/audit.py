@@ -34,6 +34,7 @@ from ckpttool.index.selection import NOT_RESUMED, EntrySelection, find_unmatched
 from ckpttool.layouts import Layout, Place, ReadOptions, WriteOptions
 from ckpttool.program import Program
 from ckpttool.storage.source import Source
+from ckpttool.storage.urls import is_url
 
 if TYPE_CHECKING:  # every command asks every layout whether a path is its own, and most paths are not archives
     from ckpttool.audit.archive import Archive
@@ -460,10 +461,11 @@ def replacing(path: str) -> AbstractContextManager[None]:
     """
     from ckpttool.audit import archive_store
 
-    if not path.endswith((SUFFIX, ENCRYPTED)):
+    if path.endswith((SUFFIX, ENCRYPTED)):
+        return archive_store.replacing(path)
+    if not is_url(path):  # a store is not listed twice
         archive_store.refuse_protected(path)
-        return nullcontext()
-    return archive_store.replacing(path)
+    return nullcontext()
 
 
 #: Its rows in the tables of the documents (docs/_hooks.py).

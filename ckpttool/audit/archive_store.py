@@ -31,8 +31,10 @@ from ..errors import (
     kind_of_failure,
 )
 from ..storage import objects, urls
+from ..storage.listings import list_tree
 from ..storage.local_file import sync_folder
-from ..storage.retries import Denied
+from ..storage.remote import filesystem_for
+from ..storage.retries import Denied, NotFound
 from ..storage.source import Source
 from ..storage.sources import open_source
 from . import ledger, sidecar
@@ -136,18 +138,17 @@ def _make_missing_rows(store: str, history: History, there: Mapping[str, Archive
         there: {file name: facts, or None if they were not read} of the archives in the store.
     """
     with open_source(store) as source:  # a folder, or a link that leads nowhere, is no archive, whatever its name
+        source.list()  # so that a store is not asked for each
         there = {n: f for n, f in there.items() if f is not None or source.exists(n)}
     gone = {n: line for n, line in _find_expected_archives(history).items() if n not in there}
     if gone:  # a deletion since the ledger was read is in it now
         gone = {n: line for n, line in gone.items() if n in _find_expected_archives(History.of(store))}
-    others = {n: f for n, f in there.items() if f is not None and history.may_be_renamed(n)}
-    out: list[ListingRow] = []
-    for name, line in gone.items():
-        if (now := next((n for n, f in others.items() if _is_about_archive(line, f)), None)) is not None:
-            del others[now]
-        else:
-            out.append(_make_missing_row(name, line, history))
-    return out
+    others = {n: f for n, f in there.items() if f is not None and history.may_be_renamed(n)}  # perhaps several times
+    return [
+        _make_missing_row(name, line, history)
+        for name, line in gone.items()
+        if not any(_is_about_archive(line, f) for f in others.values())
+    ]
 
 
 def _find_expected_archives(history: History) -> dict[str, ledger.LedgerEntry]:
@@ -182,7 +183,7 @@ def _make_missing_row(name: str, line: Mapping[str, object], history: History) -
 @dataclass
 class History:
     """What a store records next to its archives: the ledger (None: there is none) and the hold files; and the names of
-    its archives. The ledger is indexed once; it must not change after that."""
+    its archives. Its indices are of the lines at their first use, so other lines need another History."""
 
     lines: list[ledger.LedgerEntry] | None
     files: dict[str, list[ledger.LedgerEntry]]  # {archive: holds}, as events
@@ -238,8 +239,8 @@ class History:
         return self.recorded.get(name, {}).get("event") != "export"
 
     def find_former_names(self, name: str, known: ArchiveFacts | None) -> set[str]:
-        """Return the names that an archive had before somebody renamed it: those that the ledger gives to it, that no
-        archive of the store has, and whose archive was not deleted.
+        """Return the names that an archive had before somebody renamed it: those under which the ledger records it,
+        that no archive of the store has, and whose archive was not deleted.
 
         Args:
             name: the present name.
@@ -247,7 +248,8 @@ class History:
         """
         if known is None or not known.created or not self.may_be_renamed(name):
             return set()
-        own = {e["archive"] for e in self._by_manifest.get(known.manifest_sha256, ()) if _is_about_archive(e, known)}
+        lines = self._by_manifest.get(known.manifest_sha256, ())
+        own = {e["archive"] for e in lines if e["event"] in ("export", "add") and _is_about_archive(e, known)}
         return {n for n in own - {name} - self.names if not RetentionStatus.of(n, None, self).deleted}
 
 
@@ -461,11 +463,13 @@ class RetentionStatus:
         events = history.list_events(name, known)
         failed = _find_failed_deletions(events)
         former = history.find_former_names(name, known)
+        renamed_by = min((e["seq"] for e in history.by_name.get(name, ())), default=None)  # what came later was a copy
         for e in events:
             if e["event"] == "delete" and e["seq"] in failed:
                 continue
             same = known is not None and bool(known.created) and _is_about_archive(e, known)
-            if e["archive"] == name or (same and (e["event"] == "verify" or e["archive"] in former)):
+            before = e["archive"] in former and (renamed_by is None or e["seq"] < renamed_by)
+            if e["archive"] == name or (same and (e["event"] == "verify" or before)):
                 it._apply(e, known)
             elif known is not None and e.get("manifest_sha256") == known.manifest_sha256:
                 it._add_protection(
@@ -613,32 +617,34 @@ def refuse_protected(archive: str) -> None:
         )
 
 
-def _find_archive_below(folder: str) -> str:
-    """Return the path, from a folder or prefix, of an archive, hold file or ledger in it; "" if there is none."""
-    if not urls.is_url(folder):
-        if not os.path.isdir(folder):
-            return ""
-        for where, _, names in os.walk(folder):
-            if own := next(filter(_is_of_store, names), None):
-                return os.path.relpath(os.path.join(where, own), folder)
-        return ""
-    with open_source(folder) as source:
-        source.list_ahead()
-        folders = [""]
-        while folders:
-            where = folders.pop()
-            for name in source.list(where):
-                path = f"{where}/{name}".lstrip("/")
-                if _is_of_store(name):
-                    return path
-                if source.glance(path)[0]:
-                    folders.append(path)
+def _find_archive_below(path: str) -> str:
+    """Return the path, relative to a folder or prefix, of an archive, hold file or ledger in it; "" if there is none,
+    or if `path` is that of a file, or of nothing."""
+    if not urls.is_url(path):
+        inside = ((folder, name) for folder, _, names in os.walk(path) for name in names)
+        found = next((os.path.join(folder, name) for folder, name in inside if _is_of_store(folder, name)), None)
+        return "" if found is None else os.path.relpath(found, path)
+    fs, prefix, _ = filesystem_for(path)
+    try:
+        for name, _ in list_tree(fs, prefix, urls.redact_url(path)) or ():
+            below, _, last = name.rpartition("/")
+            if _is_of_store(f"{path.rstrip('/')}/{below}".rstrip("/"), last):
+                return name
+    except NotFound:
+        pass
     return ""
 
 
-def _is_of_store(name: str) -> bool:
-    """Return whether a file of this name is an archive, a hold file or a ledger."""
-    return name.endswith((SUFFIX, ENCRYPTED, sidecar.HOLD)) or os.path.basename(name) == ledger.FILE
+def _is_of_store(folder: str, name: str) -> bool:
+    """Return whether a file in a folder, or below a URL, is an archive, a hold file of one, or a ledger. Other files
+    may be named like an archive, such as code.tar.zst."""
+    if name.endswith(SUFFIX):
+        return isinstance(read_archive_facts(folder, name)[1], ArchiveFacts)
+    return (
+        name == ledger.FILE
+        or name.endswith(ENCRYPTED)
+        or (name.endswith(sidecar.HOLD) and name.removesuffix(sidecar.HOLD).endswith((SUFFIX, ENCRYPTED)))
+    )
 
 
 @contextmanager

@@ -87,7 +87,8 @@ FIRST = "0" * 64  # what the first line has for the hash of the line before
 _LINE = 1 << 20  # bytes of a line, at most
 _SWAPS = 100  # tries to replace the object of a store that others write to
 _SILENT_SECONDS = 2.0  # of a wait for the lock; then it is said what is waited for
-_LOCK_SECONDS = 60.0  # of a wait for the lock, at most
+_LOCK_SECONDS = 60.0  # of a wait to read, at most
+_TURN_SECONDS = 600.0  # of a wait to write, which may come after hours of work; prune keeps the lock while it deletes
 _SKEW = timedelta(minutes=5)  # machines that share a store have clocks that differ; Kerberos allows as much
 _ACTS_WITHIN = timedelta(minutes=10)  # what a line begins in an object store is done by then, or not at all
 _DEAD_AFTER = timedelta(hours=1)  # a run that began something by then without ending it was killed
@@ -561,9 +562,9 @@ def _refuse_full(size: int, what: str) -> None:
     Raises:
         Unsafe: it has no room.
     """
-    if size + _LINE > objects.MOST_BYTES:
+    if size + _LINE > objects.MOST_LEDGER_BYTES:
         raise Unsafe(
-            f"{what} is full: it has {size:,} bytes, and no command reads one of more than {objects.MOST_BYTES:,}. "
+            f"{what} is full: it has {size:,} bytes, and no command reads one of more than {objects.MOST_LEDGER_BYTES:,}. "
             "Nothing was written. Keep new archives in another store; `ckpttool audit verify` with "
             f"{argument('no_ledger', True)} needs no line.",
             code="CKPT0704",
@@ -615,7 +616,7 @@ def _read_open_ledger(fd: int, path: str) -> bytes:
         Unsafe: it is too large to be read whole.
     """
     size = os.fstat(fd).st_size
-    if size > objects.MOST_BYTES:
+    if size > objects.MOST_LEDGER_BYTES:
         raise objects.too_large_error(path, size)
     with open(fd, "rb", closefd=False) as f:
         f.seek(0)
@@ -666,11 +667,12 @@ def _lock_ledger(fd: int, how: int, path: str) -> None:
         path: of the ledger, for messages.
 
     Raises:
-        Locked: another process has had the lock for `_LOCK_SECONDS`.
+        Locked: another process has had the lock for `_LOCK_SECONDS`, or `_TURN_SECONDS` to write.
         CkpttoolError: it cannot be locked.
     """
     import fcntl
 
+    most = _LOCK_SECONDS if how == fcntl.LOCK_SH else _TURN_SECONDS
     began, told, pause = time.monotonic(), False, 0.01
     while True:
         try:
@@ -682,15 +684,15 @@ def _lock_ledger(fd: int, how: int, path: str) -> None:
                     f"{path} cannot be locked: {e.strerror}. Nothing was read from it or written."
                 ) from None
         waited = time.monotonic() - began
-        if waited >= _LOCK_SECONDS:
+        if waited >= most:
             raise Locked(
-                f"{path} is locked by another process, and was so for {_LOCK_SECONDS:g} seconds. Nothing was read from "
+                f"{path} is locked by another process, and was so for {most:g} seconds. Nothing was read from "
                 f"it or written. `fuser -v {shlex.quote(path)}` names the process: wait for it, or stop it."
             )
         if waited >= _SILENT_SECONDS and not told:
             told = True
             warnings.warn(
-                f"{path} is locked by another process; this one waits for it, {_LOCK_SECONDS:g} seconds at most",
+                f"{path} is locked by another process; this one waits for it, {most:g} seconds at most",
                 LedgerWait,
                 stacklevel=2,
             )

@@ -231,7 +231,8 @@ class _InStore:
             facts: further fields of the line.
 
         Returns:
-            Why the line is missing, if the archive is not sound and the ledger in a folder is writable; otherwise "".
+            Why the line is missing, if the archive is not sound, or another process keeps the ledger locked; "" if it
+            is there, or if this user may not write it.
 
         Raises:
             CkpttoolError, OSError: the line of a sound archive could not be written to a writable ledger in a folder.
@@ -242,7 +243,7 @@ class _InStore:
             ledger.append_entry(self.store, "verify", self.file, sound=sound, **facts)
         except (CkpttoolError, OSError) as e:
             if not urls.is_url(self.store) and os.access(os.path.join(self.store, "ledger.jsonl"), os.W_OK):
-                if sound:
+                if sound and not isinstance(e, Locked):
                     raise
                 return f"this verdict is not in the ledger: {str(e).rstrip('.')}"
         return ""

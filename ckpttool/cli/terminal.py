@@ -478,7 +478,10 @@ def draw(*renderables: object) -> None:
         elif isinstance(r, Table):  # in a file, a wrapped name would begin a line
             for column in r.columns:
                 column.no_wrap = True
-            make_console(highlight=False, emoji=False, width=_OF_TABLES).print(r)
+            wide = make_console(highlight=False, emoji=False, width=_OF_TABLES)
+            with wide.capture() as shown:
+                wide.print(r)
+            print("\n".join(map(str.rstrip, shown.get().splitlines())))  # noqa: T201
         else:
             screen.print(r, soft_wrap=True)
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,7 @@ from ..errors import Unsupported
 from ..formats.delta_streams import check_payload
 from ..formats.deltas import Delta, find_delta, find_deltas_below
 from ..options import silent
-from ..printable import Shown, count_noun, list_first
+from ..printable import Shown, count_noun, list_first, quote_path
 from ..storage import urls
 from .copy.tensor_digests import tensor_digests
 from .discover.unread_files import human
@@ -132,7 +131,7 @@ class DeltaSummary(Shown):
             yield (
                 f"its checksums ({self.checksums}) are those of the tensors after it was applied, and are compared then"
             )
-        yield f"next: ckpttool convert BASE OUT --apply {shlex.quote(self.path)}"
+        yield f"next: ckpttool convert BASE OUT --apply {quote_path(self.path)}"
 
 
 def summarise_deltas(path: str, read_data: bool) -> DeltaSummary | None:

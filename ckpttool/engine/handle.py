@@ -22,7 +22,7 @@ from ..index import boxes
 from ..index.check import check_chunk
 from ..index.checkpoint import ITEMSIZE, NOT_TORCHS, Checkpoint, Chunk, Chunks, TensorEntry
 from ..index.records import Records
-from ..printable import printable
+from ..printable import printable, quote_path
 from ..storage.buffers import IOBudget
 from .copy.dtypes import numbers, numpy_dtype
 from .copy.stream import Reader, StreamJob
@@ -75,14 +75,13 @@ def _suggest_names(opened: OpenCheckpoint, name: str) -> str:
     """Return the end of an error message: up to three names similar to `name`, or what lists all of them, in Python or
     on the command line."""
     from difflib import get_close_matches
-    from shlex import quote
 
     tensors = opened.checkpoint.tensors
     tail = [n for n in tensors if isinstance(name, str) and n.endswith(f".{name}")]
     if close := tail[:3] or get_close_matches(str(name), list(tensors)[:_SUGGEST_AMONG], 3):
         return f" Did you mean {' or '.join(map(repr, close))}?"
     in_python = get_named_flags() is None
-    return f" {'keys()' if in_python else f'`ckpttool inspect {quote(opened.location)} --tree`'} lists them."
+    return f" {'keys()' if in_python else f'`ckpttool inspect {quote_path(opened.location)} --tree`'} lists them."
 
 
 class TensorHandle:

@@ -20,7 +20,6 @@ Sources: peft/tuners/lora/{layer,variants,dora}.py, peft/tuners/tuners_utils.py 
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,7 +31,7 @@ from ..huggingface import adapters, encodings, hub_names, lora, lora_changes, mo
 from ..index.checkpoint import FLOATING, ITEMSIZE, Chunks, TensorEntry, tied_weights
 from ..index.draft import Dropped
 from ..index.paths import keep_extra_state_trees
-from ..printable import count_noun
+from ..printable import count_noun, quote_path
 from ..storage.overlay import ComputedSource
 from ..storage.source import closed_on_error
 from .computed_files import ComputedFiles
@@ -323,14 +322,14 @@ def _choose_adapters(theirs: OpenCheckpoint, request: MergeRequest, given: bool)
         raise Unsupported(
             f"{theirs.location} holds an adapter and weights that it is already merged into, as torchtune saves "
             "them. Write the weights with ckpttool convert, or merge the adapter into the base model that training "
-            f"began with: ckpttool adapter merge BASE {shlex.quote(theirs.location)} DST.",
+            f"began with: ckpttool adapter merge BASE {quote_path(theirs.location)} DST.",
             code="CKPT0321",
         )
     seen = lora.find_lora(own)
     if not given and seen is not None and seen.alone:
         raise Unsupported(
             f"{theirs.location} holds an adapter only ({seen}), and no base model. Give both: ckpttool adapter "
-            f"merge BASE {shlex.quote(theirs.location)} DST.",
+            f"merge BASE {quote_path(theirs.location)} DST.",
             code="CKPT0321",
         )
     names: tuple[str | None, ...] = request.names or (None,)

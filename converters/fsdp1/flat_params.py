@@ -6,7 +6,6 @@ from the names in the optimizer, and proves it against the lengths and places of
 
 from __future__ import annotations
 
-import shlex
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
@@ -22,7 +21,7 @@ from ckpttool.huggingface.model_names import ModelNames
 from ckpttool.index.checkpoint import ITEMSIZE, Chunks, TensorEntry
 from ckpttool.index.fqns import strip_wrappers
 from ckpttool.layouts import ModelHints
-from ckpttool.printable import printable
+from ckpttool.printable import printable, quote_path
 
 from ..rank_files import Column, Files, Rank
 
@@ -372,7 +371,7 @@ def _make_undescribed_error(files: Files, flats: Iterable[str]) -> Unsupported:
 
     `flats` are the names of their modules.
     """
-    path = shlex.quote(printable(files.source.root))
+    path = quote_path(printable(files.source.root))
     return Unsupported(
         f"{files.source.root} holds flat parameters of {flat_layout.describe_modules(flats)}, but does not say which "
         "parameters they contain. Describe them in one of three ways:",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +10,7 @@ from ckpttool.huggingface import hub_names, lora, model_files
 from ckpttool.index.checkpoint import Checkpoint, TensorEntry, joined
 from ckpttool.index.draft import Draft, DraftFile
 from ckpttool.layouts import WriteOptions
+from ckpttool.printable import quote_path
 from ckpttool.storage.source import Source
 
 from ..options import HfOptions
@@ -129,7 +129,7 @@ def refuse_adapter_alone(ckpt: Checkpoint, notes: list[str]) -> None:
             "ckpttool adapter merge writes the model with the adapter in its weights"
         )
     if found is not None and found.alone:
-        path = shlex.quote(ckpt.root)
+        path = quote_path(ckpt.root)
         raise Unsupported(
             f"{ckpt.root} holds an adapter only ({found}), which from_pretrained cannot load alone. For PEFT: ckpttool "
             f"adapter extract {path} DST (or {argument('adapter', True, 'HfOptions')}). Merged into its base "

@@ -438,7 +438,7 @@ def test_a_full_ledger_takes_no_line_and_is_still_read(tmp_path: Path, monkeypat
     ledger.append_entry(bucket, "export", "a")
     for store in (str(tmp_path), bucket):
         n = len(ledger.read_entries(store))
-        monkeypatch.setattr(objects, "MOST_BYTES", 2000 + (1 << 20))
+        monkeypatch.setattr(objects, "MOST_LEDGER_BYTES", 2000 + (1 << 20))
         with pytest.raises(Unsafe, match=r"ledger.jsonl is full: it has \S+ bytes"):
             for _ in range(100):
                 ledger.append_entry(store, "verify", "a")
@@ -453,6 +453,7 @@ def test_a_lock_that_another_process_keeps(tmp_path: Path, monkeypatch: pytest.M
     path = filled(tmp_path, 1)
     monkeypatch.setattr(ledger, "_SILENT_SECONDS", 0.05)
     monkeypatch.setattr(ledger, "_LOCK_SECONDS", 0.3)
+    monkeypatch.setattr(ledger, "_TURN_SECONDS", 0.3)
     fd = os.open(path, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
     for call in (ledger.read_entries, ledger.check_writable, lambda store: ledger.append_entry(store, "verify", "a")):
@@ -462,7 +463,7 @@ def test_a_lock_that_another_process_keeps(tmp_path: Path, monkeypatch: pytest.M
         ):
             call(str(tmp_path))
         assert len(told) == 1
-    monkeypatch.setattr(ledger, "_LOCK_SECONDS", 60)
+    monkeypatch.setattr(ledger, "_TURN_SECONDS", 60)
     threading.Timer(0.2, os.close, (fd,)).start()
     with pytest.warns(ledger.LedgerWait):
         assert ledger.append_entry(str(tmp_path), "verify", "a")["seq"] == 2

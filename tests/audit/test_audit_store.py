@@ -463,6 +463,33 @@ def test_a_release_does_not_reach_another_copy(store: Shelf, logged: bool) -> No
     assert store.here() == ["a.tar.zst"]
 
 
+@pytest.mark.parametrize("renamed", [False, True])
+def test_nor_if_the_released_copy_is_removed_by_hand(store: Shelf, renamed: bool) -> None:
+    """The ledger does not record the copy, which then is no former name of the other."""
+    known = store.add("a.tar.zst", legal_hold="case 1")
+    path = {n: os.path.join(store.path, f"{n}.tar.zst") for n in "abc"}
+    archive_store.add_to_ledger(path["a"])
+    if renamed:
+        os.rename(path["a"], path["c"])
+        store.table["c.tar.zst"] = known
+    shutil.copy(path["c" if renamed else "a"], path["b"])
+    store.table["b.tar.zst"] = known
+    holds.release(path["b"], "the copy is not needed")
+    os.unlink(path["b"])
+    assert [r.held for r in archive_store.list_archives(store.path)] == [("case 1",)]
+    assert store.prune(keep_within=timedelta(days=1)).deleted == ()
+
+
+def test_a_hold_under_a_name_in_between_is_not_missing(store: Shelf) -> None:
+    known = store.add("a.tar.zst", logged=True)
+    for old, new in ("ab", "bc"):
+        os.rename(os.path.join(store.path, f"{old}.tar.zst"), os.path.join(store.path, f"{new}.tar.zst"))
+        store.table[f"{new}.tar.zst"] = known
+        if new == "b":
+            holds.hold(os.path.join(store.path, "b.tar.zst"), "case 1")
+    assert [(r.name, r.held) for r in archive_store.list_archives(store.path)] == [("c.tar.zst", ("case 1",))]
+
+
 def test_a_release_goes_along_when_an_archive_is_renamed(store: Shelf) -> None:
     known = store.add("a.tar.zst", logged=True, legal_hold="case 1")
     holds.release(os.path.join(store.path, "a.tar.zst"), "closed")
@@ -1208,6 +1235,15 @@ def test_a_prefix_with_archives_is_not_replaced(store: Shelf, monkeypatch: pytes
         with pytest.raises(DestinationExists, match=r"a\.tar\.zst in it"):
             archive_store.refuse_protected(f"{bucket}{below}")
     archive_store.refuse_protected(f"{bucket}/elsewhere")
+
+
+def test_a_folder_with_other_files_that_are_named_like_archives_is_replaced(store: Shelf, tmp_path: Path) -> None:
+    for name in ("code.tar.zst", "x.hold.json"):
+        (tmp_path / name).write_bytes(b"x")
+    archive_store.refuse_protected(store.path)
+    store.add("a.tar.zst")
+    with pytest.raises(DestinationExists, match=r"a\.tar\.zst in it"):
+        archive_store.refuse_protected(store.path)
 
 
 def test_a_hold_while_another_is_released_in_a_bucket(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
