@@ -22,7 +22,7 @@ from ..printable import count_noun, list_first, printable
 from ..progress import log_detail, log_step
 from ..storage.source import Source, closed_on_error, raise_open_file_limit
 from ..storage.urls import UNFINISHED
-from .copy.value_digests import are_equal_data, equal_values, split_lists, value_digests
+from .copy.value_digests import are_equal_data, split_lists, value_digests
 from .discover import detection, unread_files
 from .recorded import RECORD, Recorded, explain_missing, read_record
 from .selecting import make_selection, select_merged_part, select_part
@@ -869,7 +869,8 @@ def _restore_original_values(ckpt: Checkpoint, record: Recorded | None) -> tuple
         for name, value in record.whole.items():
             pieces = _split_as_dcp(value)
             held = _split_as_dcp(values[name]) if name in values else values
-            if all(n in held and equal_values(held[n], piece) for n, piece in pieces.items()):
+            # by names and data: a reader may take the pieces of a model's value for entries of the model
+            if all(n in held and are_equal_data(held[n].data, piece.data) for n, piece in pieces.items()):
                 values = {n: v for n, v in values.items() if n not in pieces} | {name: value}
     if known := ckpt.recorded_values or (record and record.values):  # whole values have no elements that could be gone
         values = _split_shortened_lists(values, known)

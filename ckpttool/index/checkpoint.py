@@ -18,7 +18,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import nan, prod
 from typing import Any, NamedTuple, TypeVar, overload
 
 from ..by_fields import ByFields
@@ -55,6 +55,7 @@ __all__ = [
     "same_bytes",
     "same_value",
     "tied_weights",
+    "with_one_nan",
 ]
 
 T = TypeVar("T")
@@ -605,8 +606,16 @@ def same_value(a: object, b: object) -> bool:
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(same_value, a, b))
     if isinstance(a, dict) and isinstance(b, dict):
+        a, b = with_one_nan(a), with_one_nan(b)
         return a.keys() == b.keys() and all(same_value(a[k], b[k]) for k in a)
     return bool(a == b) or (a != a and b != b)
+
+
+def with_one_nan(x: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a dict in which a key that is NaN equals that of another dict: NaN is found only as the same object, and
+    each file has another one. A dict with several such keys is returned unchanged."""
+    odd = [k for k in x if k != k]
+    return {(nan if k != k else k): v for k, v in x.items()} if len(odd) == 1 else x
 
 
 def same_bytes(a: TensorEntry, b: TensorEntry) -> bool:

@@ -22,6 +22,7 @@ from ckpttool.index.checkpoint import (
     Leaves,
     Path,
     TensorEntry,
+    with_one_nan,
 )
 from ckpttool.program import Saves
 from ckpttool.storage.source import Source
@@ -567,6 +568,7 @@ def are_values_equal(a: object, b: object, in_a: File | None = None, in_b: File 
             return (a.at, a.storage.crc32) == (b.at, b.storage.crc32)
         return in_a is not None and in_b is not None and in_a.read_at(*a.extent) == in_b.read_at(*b.extent)
     if isinstance(a, dict) and isinstance(b, dict):
+        a, b = with_one_nan(a), with_one_nan(b)
         return a.keys() == b.keys() and all(are_values_equal(v, b[k], in_a, in_b) for k, v in a.items())
     if isinstance(a, (list, tuple)) and type(a) is type(b):
         return len(a) == len(b) and all(are_values_equal(x, y, in_a, in_b) for x, y in zip(a, b, strict=True))

@@ -379,3 +379,24 @@ def test_a_state_without_tensors_is_not_written_as_a_file(tmp_path: Path) -> Non
     ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", world_size=1, only=["trainer"])
     with ckpttool.open(tmp_path / "out") as opened:
         assert opened.checkpoint.value("trainer.step") == 3
+
+
+@pytest.mark.parametrize("to", ["dcp", "lightning", "torchtitan", "full", "zero3"])
+def test_a_dict_with_other_keys_than_texts_in_a_model_comes_back(tmp_path: Path, to: str) -> None:
+    """DCP makes entries of such keys, of which the reader makes entries of the model."""
+    extra = {1: {True: "x"}, "b": [{None: 4}]}
+    torch.save({"model": {"a.weight": torch.ones(2), "a._extra_state": extra}}, tmp_path / "in.pt")
+    out = tmp_path / ("out.pt" if to == "full" else "out")
+    ckpttool.convert(tmp_path / "in.pt", out, to=to, **({} if to == "full" else {"world_size": 2}))
+    with ckpttool.open(out) as found:
+        assert {n: v.data for n, v in found.checkpoint.values.items()} == {"model.a._extra_state": extra}
+
+
+def test_a_key_that_is_nan_does_not_set_ranks_apart(tmp_path: Path) -> None:
+    """Every rank's file has a NaN of its own, and Python finds a NaN in a dict as the same object alone."""
+    nan = float("nan")
+    torch.save({"model": {"a.weight": torch.ones(2)}, "args": {nan: 1, "x": nan}}, tmp_path / "in.pt")
+    ckpttool.convert(tmp_path / "in.pt", tmp_path / "out", to="zero3", world_size=2)
+    with ckpttool.open(tmp_path / "out") as found:
+        values = {n: v.data for n, v in found.checkpoint.values.items()}
+    assert len(values) == 1 and repr(values) in ("{'extra.args': {nan: 1, 'x': nan}}", "{'args': {nan: 1, 'x': nan}}")
