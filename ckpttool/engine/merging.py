@@ -357,6 +357,7 @@ def _read_adapter(
     Raises:
         UsageError: there is no adapter of that name, or an option contradicts adapter_config.json.
         Unsupported: there is no adapter, no config of it, or it cannot be merged.
+        Corrupt: it has a rank of 0.
     """
     if wanted is not None and (seen is None or wanted not in seen.names):
         there = f"its adapters are {', '.join(seen.names)}" if seen and seen.names != ("",) else "none has a name"
@@ -383,6 +384,7 @@ def _read_adapter(
     found = {t.local_name: t for t in reduced.tensors.values()}
     by_chunks = {id(t.chunks): n for n, t in ckpt.tensors.items()}  # whatever renames a tensor keeps them
     stored = {n: by_chunks[id(t.chunks)] for n, t in found.items()}
+    _check_dtypes(found, upcast=given)
     if config is None:
         assert request.lora_alpha is not None
         config = lora.make_adapter_config(
@@ -397,6 +399,39 @@ def _read_adapter(
             code="CKPT0205",
         )
     return _Adapter(theirs, found, stored, config, {} if known is None else known[1])
+
+
+def _check_dtypes(tensors: Mapping[str, TensorEntry], *, upcast: bool) -> None:
+    """Check that the LoRA and the trained tokens of an adapter are of floating-point numbers that torch can multiply,
+    and each lora_A and lora_B of one dtype.
+
+    Args:
+        tensors: {name as PEFT saves it: tensor}.
+        upcast: whether fp16, bf16 and float8 tensors are converted to fp32 first.
+
+    Raises:
+        Unsupported: they are not.
+    """
+    wrappers = lora.group_by_wrapper(tensors).values()
+    dtypes: dict[str, str] = {}
+    for n in (*(n for kinds in wrappers for n in kinds.values()), *(n for n in tensors if n.endswith(lora.TOKENS))):
+        t = tensors[n]
+        low = t.dtype in ("float16", "bfloat16") or t.dtype.startswith("float8")
+        dtypes[n] = "float32" if upcast and low else t.dtype
+        if dtypes[n] not in FLOATING:
+            raise Unsupported(
+                f'"{n}" of the adapter is {t.dtype}, and ckpttool merges adapters of floating-point numbers in at '
+                "least 16 bits, or in float8 beside a base model.",
+                code="CKPT0322",
+            )
+    for kinds in wrappers:
+        a, b = kinds.get("a"), kinds.get("b")
+        if a and b and dtypes[a] != dtypes[b]:
+            raise Unsupported(
+                f'"{a}" of the adapter is {tensors[a].dtype}, but its lora_B is {tensors[b].dtype}, and ckpttool '
+                "multiplies matrices of one dtype. Save both in the same.",
+                code="CKPT0322",
+            )
 
 
 def _describe_left_files(base: OpenCheckpoint, chosen: Mapping[str, _Adapter], config: str | None) -> list[str]:

@@ -164,6 +164,12 @@ def plan_changes(
             updates.setdefault(update.target, []).append(update)
             if "bias" in kinds:
                 bias = _require_target(f"{update.module}.bias", kinds["bias"], base)
+                if saved[kinds["bias"]] != base[bias]:
+                    raise Corrupt(
+                        f'"{kinds["bias"]}" of the adapter is {list(saved[kinds["bias"]])}, but "{bias}" of the base '
+                        f"model is {list(base[bias])}. They do not belong to one model.",
+                        code="CKPT0418",
+                    )
                 biases.setdefault(bias, []).append((name, kinds["bias"], update.scaling))
         for parameter, parts in stacks.items():
             updates.setdefault(parameter, []).append(_make_stack_update(one, parameter, parts, base))
@@ -265,6 +271,12 @@ def _find_trained_rows(one: _Adapter, name: str, base: Shapes) -> tuple[str, New
         raise Corrupt(
             f'adapter_config.json does not say which of the {base[target][0]} rows of "{target}" are trained, but '
             f"{str(said)[:60]}. It does not belong to this adapter, or the adapter not to this base model.",
+            code="CKPT0418",
+        )
+    if len(set(said)) < len(said):
+        raise Corrupt(
+            f'adapter_config.json names row {next(i for i in said if said.count(i) > 1)} of "{target}" twice among '
+            "the trained ones, and the adapter cannot have two values for it. The file is damaged.",
             code="CKPT0418",
         )
     if one.saved[name] != (len(said), *base[target][1:]):
@@ -416,9 +428,15 @@ def _make_parameter_update(one: _Adapter, wrapper: str, name: str, transposed: b
 
     Raises:
         Corrupt: adapter_config.json has another rank, or contradicts the tensors about DoRA.
+        Unsupported: it has a DoRA magnitude.
     """
     kinds, stacked = one.wrappers[wrapper], base[name][0] if len(base[name]) == 3 else 1
     _check_dora(one, name, kinds)
+    if "magnitude" in kinds:
+        raise Unsupported(
+            f'"{kinds["magnitude"]}" is DoRA of a parameter that target_parameters names, and PEFT has none there.',
+            code="CKPT0322",
+        )
     rank = one.saved[kinds["a"]][0] // stacked
     factor = lora.compute_scaling(one.config, name, rank)
     return Update(one.name, name, kinds["a"], kinds["b"], None, factor, rank, "parameter", transposed, stacked)
@@ -529,16 +547,26 @@ def _make_module_update(one: _Adapter, wrapper: str, base: Shapes) -> Update:
 
 
 def _check_dora(one: _Adapter, module: str, kinds: Mapping[str, str]) -> None:
-    """Check that a module has a DoRA magnitude exactly if adapter_config.json says so. `kinds` is {"a", "b", ...: name
-    of the tensor} of the module.
+    """Check that a module has a DoRA magnitude exactly if adapter_config.json says so, and that the magnitude has one
+    number for each output. `kinds` is {"a", "b", ...: name of the tensor} of the module.
 
     Raises:
-        Corrupt: the two contradict each other.
+        Corrupt: the two contradict each other, or the magnitude has another shape.
     """
     if bool(one.config.get("use_dora")) != ("magnitude" in kinds):
         raise Corrupt(
             f'adapter_config.json has use_dora={bool(one.config.get("use_dora"))}, but "{module}" has '
             f"{'a' if 'magnitude' in kinds else 'no'} lora_magnitude_vector. It does not belong to this adapter.",
+            code="CKPT0418",
+        )
+    if "magnitude" not in kinds:
+        return
+    found, (outputs, _, *kernel) = one.saved[kinds["magnitude"]], one.saved[kinds["b"]]
+    wanted = (1, outputs, *kernel) if kernel else (outputs,)  # the kernel of a lora_B has the size 1
+    if found != wanted:
+        raise Corrupt(
+            f'"{kinds["magnitude"]}" of the adapter is {list(found)}, but lora_B has {outputs} rows, so it should be '
+            f"{list(wanted)}. They do not belong to one adapter.",
             code="CKPT0418",
         )
 
@@ -552,8 +580,9 @@ def _is_conv1d_weight(one: _Adapter, module: str, base: Shapes) -> bool:
     """
     found: dict[str, bool] = {}
     for other, kinds in one.wrappers.items():
-        if kinds["a"].endswith("lora_A.weight") and len(base.get(f"{other}.weight", ())) == 2:
-            product = (one.saved[kinds["b"]][0], one.saved[kinds["a"]][-1])
+        a, b = one.saved[kinds["a"]], one.saved[kinds["b"]]
+        if kinds["a"].endswith("lora_A.weight") and len(base.get(f"{other}.weight", ())) == len(a) == len(b) == 2:
+            product = (b[0], a[1])
             if product[0] != product[1]:
                 found[other] = base[f"{other}.weight"] == product[::-1]
     same = {yes for other, yes in found.items() if other.rpartition(".")[2] == module.rpartition(".")[2]}

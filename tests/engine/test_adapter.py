@@ -396,6 +396,11 @@ def test_tensors_that_do_not_fit_the_base_model_are_refused(tmp_path: Path) -> N
     a, b = (f"base_model.model.{LAYER}.lora_{x}.weight" for x in "AB")
     case("gone", "has only .*lora_A.weight. The file is incomplete", Corrupt, lambda t: t.pop(b))
     case("rank", "cannot be multiplied", Corrupt, lambda t: t.update({b: torch.ones(5, 3)}))
+    for dtype in (torch.int32, torch.bool):
+        case(f"{dtype}", r"lora_A.weight. of the adapter is (int32|bool), and .* of floating-point numbers", Unsupported,
+             lambda t, dtype=dtype: t.update({a: torch.ones(2, 4, dtype=dtype), b: torch.ones(5, 2, dtype=dtype)}))  # fmt: skip
+    case("mixed", "lora_A.weight. of the adapter is float64, but its lora_B is float32", Unsupported,
+         lambda t: t.update({a: torch.ones(2, 4, dtype=torch.float64)}))  # fmt: skip
     case("shape", r"lora_B @ lora_A is \[6, 4\]", Corrupt, lambda t: t.update({b: torch.ones(6, 2)}))
     case("conv", "matrices have two dimensions", Unsupported, lambda t: t.update({a: torch.ones(2, 4, 1, 1)}))
     case(

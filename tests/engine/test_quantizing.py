@@ -388,6 +388,14 @@ def test_what_cannot_be_is_refused_by_name(
             "activation_scheme 'static'",
         ),
         ({"quant_method": "fp8", "weight_block_size": [128, 128], "expert_dtype": "fp4"}, "expert_dtype 'fp4'"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": "lm_head"},
+            "modules_to_not_convert 'lm_head', which is not a list of names",
+        ),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["(?:[a-z_.0-9]+)+!"]},
+            "in modules_to_not_convert of config.json could take forever",
+        ),
     ],
 )
 def test_a_config_of_another_scheme_is_refused(stated: dict[str, Any], text: str, models: Path, tmp_path: Path) -> None:

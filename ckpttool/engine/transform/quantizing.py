@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import Corrupt, Unsupported, argument
 from ...huggingface import Config, encodings, hub_names, model_files
+from ...huggingface.file_patterns import NOT_A_PATTERN, may_take_forever
 from ...index.checkpoint import FLOATING, Checkpoint, Chunks, TensorEntry, joined
 from ...storage.overlay import ComputedSource, PagedFile
 from ...storage.source import Source
@@ -106,7 +107,7 @@ def _read_scheme(config: Config) -> _Scheme:
     """Return the scheme that the quantization_config of a model's config asks for; the default where it has none.
 
     Raises:
-        Unsupported: it asks for another scheme than fp8 in blocks.
+        Unsupported: it asks for another scheme than fp8 in blocks, or does not list the modules to leave as they are.
     """
     places = (config, config.get("text_config"))
     stated = next(
@@ -136,8 +137,14 @@ def _read_scheme(config: Config) -> _Scheme:
             code="CKPT0334",
         )
     kept = stated.get("modules_to_not_convert") or stated.get("ignored_layers")
+    if kept is not None and not (isinstance(kept, list) and all(isinstance(p, str) for p in kept)):
+        raise Unsupported(
+            f"{argument('quantize', FP8_BLOCK)}: quantization_config of config.json has modules_to_not_convert "
+            f"{str(kept)[:60]!r}, which is not a list of names.",
+            code="CKPT0334",
+        )
     exponents = stated.get("scale_fmt") == "ue8m0"
-    return _Scheme((block[0], block[1]), exponents, None if kept is None else tuple(map(str, kept)), stated)
+    return _Scheme((block[0], block[1]), exponents, None if kept is None else tuple(kept), stated)
 
 
 # -------------------------------------------------------------------------------------------------- which weights
@@ -219,11 +226,22 @@ def _fused_group_of_weight(name: str) -> str:
 
 def _matches_module(module: str, patterns: Iterable[str]) -> bool:
     """Tell whether one of transformers' patterns matches a module: from its beginning up to a dot or its end, or
-    literally at its end."""
+    literally at its end.
+
+    Raises:
+        Unsupported: a pattern could take forever.
+    """
     for pattern in patterns:
+        if may_take_forever(pattern, module):
+            raise Unsupported(
+                f"{argument('quantize', FP8_BLOCK)}: the pattern {pattern[:60]!r} in modules_to_not_convert of "
+                "config.json could take forever to compare with a name, and it comes from a file. Write a simpler one, "
+                "or the names themselves.",
+                code="CKPT0334",
+            )
         try:
             found = re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", module)
-        except re.error:
+        except NOT_A_PATTERN:
             found = None
         if found or module.endswith(pattern):
             return True
