@@ -181,6 +181,8 @@ class MeshOptions(ByFields):
             return
         Mesh.parse(self.mesh)
         if self.tp_plan is not None and "\n" not in self.tp_plan:
+            if os.path.exists(self.tp_plan) and not os.path.isfile(self.tp_plan):  # reading a FIFO would wait for ever
+                raise UsageError(f"{argument('tp_plan', self.tp_plan)} is not a regular file.", code="CKPT0202")
             try:
                 with open(self.tp_plan, encoding="utf-8") as f:
                     text = f.read(1 << 20)

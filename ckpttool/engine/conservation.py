@@ -22,11 +22,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..by_fields import ByFields
-from ..errors import Differs
+from ..errors import Differs, argument
 from ..formats.pickles import short
 from ..formats.stored_tensors import flatten_tree
 from ..index.checkpoint import Checkpoint, TensorEntry, Value, joined
 from ..index.draft import Draft, Dropped
+from ..printable import count_noun
 from .copy.value_digests import data_digest, equal_values, split_into_leaves, split_lists, value_digest
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Account(ByFields):
     changed: dict[str, str] = field(default_factory=dict)  # {name: how}
     dropped: list[Dropped] = field(default_factory=list)
     added: list[str] = field(default_factory=list)
+    set_values: list[str] = field(default_factory=list)  # names of values that the user set to other data
 
     def add_step(self, how: str, before: Checkpoint, after: Checkpoint, computed: bool = False) -> None:
         """Compare the index before and after one change, such as a name map, and record what became of each entry.
@@ -177,6 +179,19 @@ class Account(ByFields):
         gone = {d.name for d in self.dropped}
         self.changed = {n: how for n, how in self.changed.items() if n not in gone}
         self.kept = [n for n in (*source.tensors, *source.values) if n not in gone and n not in self.changed]
+
+    def list_values_set_in_vain(self) -> list[str]:
+        """Return a list of one note on the values that the user set and that are not in the result, with the reason for
+        the first of them; [] if there are none. To be called after `close`."""
+        reasons = {d.name: d.why for d in self.dropped}
+        vain = [n for n in self.set_values if n in reasons]
+        if not vain:
+            return []
+        more = f" and {count_noun(len(vain) - 1, 'other value')}" if len(vain) > 1 else ""
+        return [
+            f'"{vain[0]}"{more}, which {argument("set_values")} changed, '
+            f"{'are' if more else 'is'} not in the result: {reasons[vain[0]]}"
+        ]
 
 
 class _ByteRanges:

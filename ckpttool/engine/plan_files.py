@@ -225,6 +225,8 @@ def read_plan(path: str | os.PathLike[str]) -> dict[str, object]:
         Unsafe: it is too large or nested too deeply, has a key twice, or has characters that do not print.
     """
     where = urls.make_path_absolute(path)
+    if os.path.exists(where) and not os.path.isfile(where):  # reading a FIFO would wait for ever
+        raise UsageError(f"{where} is not a regular file. Give {_WHAT}.", code="CKPT0226")
     try:
         with open(where, "rb") as f:
             data = f.read(_MOST_BYTES + 1)

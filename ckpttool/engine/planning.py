@@ -275,6 +275,7 @@ def plan_conversion(
         draft.dropped += [*opened.left_behind, *opened.unwanted, *of_ranks]
         draft.dropped += [Dropped(r.name, r.bytes or 0, f"{r.what}, {unread_files.NOT_READ}") for r in aside]
         account.close(source, draft)
+        draft.notes += account.list_values_set_in_vain()
         _refuse_unmatched_casts(writing.cast or {}, [*opened.checkpoint.tensors, *draft.checkpoint.tensors])
     except BaseException:
         opened.source.close()
@@ -675,6 +676,7 @@ def _edit_state(ckpt: Checkpoint, writing: WriteRequest, account: Account) -> Ch
         ckpt, changed = set_values(ckpt, writing.set_values)
         account.add_step(f"set by {argument('set_values')}", before, ckpt)
         account.changed |= changed
+        account.set_values += changed
     if writing.reset:
         before = ckpt
         ckpt, how = reset_state(ckpt, tuple(writing.reset))

@@ -28,6 +28,7 @@ from ..errors import Corrupt, Unsafe, Unsupported
 from ..extras import require_packages
 from ..formats.sandbox import run_in_child
 from ..index.axes import AxisRun, Link
+from ..printable import shorten_middle
 from ..progress import log_step, report_progress
 from . import Config
 
@@ -43,6 +44,7 @@ __all__ = [
     "find_contradiction",
     "find_hub_modules",
     "list_further_layers",
+    "quote_model_type",
     "relate_to_hub",
 ]
 
@@ -145,7 +147,7 @@ def relate_to_hub(
         Unsupported: it does not know the architecture, or computes new values for the Hub instead of renaming.
     """
     require_packages(
-        f"asking how the Hub names the weights of model_type {config.get('model_type')!r}", "torch", "transformers"
+        f"asking how the Hub names the weights of model_type {quote_model_type(config)}", "torch", "transformers"
     )
     most = _MOST_LAYERS if tensors is None else min(_MOST_LAYERS, len(tensors))
     layers = config.get("num_hidden_layers", config.get("n_layer"))
@@ -160,7 +162,7 @@ def relate_to_hub(
         answer = json.loads(_ask_child(question))
     except (Corrupt, Unsafe) as e:
         raise Unsupported(
-            f"transformers cannot tell the Hub names of model_type {config.get('model_type')!r}: {str(e)[:300]}",
+            f"transformers cannot tell the Hub names of model_type {quote_model_type(config)}: {str(e)[:300]}",
             code="CKPT0333",
         ) from None
     views = {k: View(of, tuple(s), o, tuple(st)) for k, (of, s, o, st) in answer["views"].items()}
@@ -168,6 +170,11 @@ def relate_to_hub(
     shapes = {k: tuple(v) for k, v in answer["shapes"].items()}
     joined = {name: [(of, _parse_link(link)) for of, link in found] for name, found in answer["joined"].items()}
     return Relation(views, joined, shapes, answer["tied"], answer["together"], verdict, tuple(answer["linear"]))
+
+
+def quote_model_type(config: Mapping[str, object]) -> str:
+    """Return the model_type of a config for a message, quoted and in at most 60 characters; it may be of any type."""
+    return shorten_middle(repr(config.get("model_type")), 60)
 
 
 def _parse_link(link: list[Any]) -> Link:
@@ -236,7 +243,7 @@ def find_contradiction(config: Config, shapes: Mapping[str, tuple[int, ...]]) ->
         shapes: {name: shape} of the weights.
     """
     kind = config.get("model_type")
-    if kind not in PLAIN:
+    if not isinstance(kind, str) or kind not in PLAIN:
         return None
     embedding = "wte.weight" if kind == "gpt2" else "embed_tokens.weight"
     of = next((n for n in shapes if n.endswith(embedding)), None)
@@ -277,10 +284,16 @@ def build_meta_model(config_dict: dict[str, Any]) -> Any:
 
     Args:
         config_dict: content of config.json; the keys for code, kernels and quantisation are removed from this dict.
+
+    Raises:
+        ValueError: transformers does not know the model_type, or cannot build the model.
     """
     import torch
     import transformers
 
+    kind = config_dict.get("model_type")
+    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:  # it would list all that it knows
+        raise ValueError(f"the installed transformers, {transformers.__version__}, does not know this model_type")
     # code beside the weights is never imported, kernels and quantizers are never fetched: names do not depend on them
     for key in ("auto_map", "attn_implementation", "_attn_implementation", "quantization_config"):
         config_dict.pop(key, None)

@@ -19,7 +19,7 @@ from ..errors import Corrupt, Unsupported, argument
 from ..extras import require_packages
 from ..formats.sandbox import run_in_child
 from ..storage.source import Source
-from . import Config, model_files
+from . import Config, hub_names, model_files
 
 __all__ = ["ModelNames", "load_config", "read_model_names", "sort_by_module_order"]
 
@@ -63,13 +63,15 @@ def read_model_names(config: Config) -> ModelNames:
         MissingPackage: transformers is not installed. Unsupported: it does not know the architecture.
     """
     require_packages(
-        f"asking for the parameters of model_type {config.get('model_type')!r} in their order", "torch", "transformers"
+        f"asking for the parameters of model_type {hub_names.quote_model_type(config)} in their order",
+        "torch",
+        "transformers",
     )
     try:
         answer = json.loads(_ask_child(json.dumps(config).encode()))
     except Corrupt as e:
         raise Unsupported(
-            f"transformers cannot build model_type {config.get('model_type')!r}: {e}", code="CKPT0333"
+            f"transformers cannot build model_type {hub_names.quote_model_type(config)}: {e}", code="CKPT0333"
         ) from None
     return ModelNames(
         {n: tuple(s) for n, s in answer["shapes"].items()},
@@ -131,9 +133,7 @@ def _ask_child(config: bytes) -> bytes:
 def _compute_model_names(_: str) -> bytes:
     """Answer `_ask_child`, in the child process: read a config from stdin, and return the fields of `ModelNames` as
     JSON. The argument is not used."""
-    from .hub_names import build_meta_model
-
-    model = build_meta_model(json.loads(sys.stdin.buffer.read()))
+    model = hub_names.build_meta_model(json.loads(sys.stdin.buffer.read()))
     model.tie_weights()
     first: dict[int, str] = {}
     tied = {n: o for n, p in model.named_parameters(remove_duplicate=False) if (o := first.setdefault(id(p), n)) != n}

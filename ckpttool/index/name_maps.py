@@ -291,6 +291,7 @@ def parse_name_map(text: str, name: str, included: Callable[[str], str]) -> Name
     needed: list[str] = []
     premises: list[Premise] = []
     added_one: list[AddedOne] = []
+    others: set[str] = set()
     for number, row in _split_statements(text):
         where = f"name map {name}:{number}"
         word, _, rest = row.partition(" ")
@@ -315,6 +316,11 @@ def parse_name_map(text: str, name: str, included: Callable[[str], str]) -> Name
             sizes[axis] = expression
             check_expression(expression, where, size=True)
         elif word == "include":
+            if rest in others:
+                raise UsageError(
+                    f"{where}: {rest} is included a second time. Remove one of the two lines.", code="CKPT0213"
+                )
+            others.add(rest)
             other = parse_name_map(included(rest), rest, included)
             sides = sides or other.sides
             sizes = {**other.sizes, **sizes}

@@ -88,6 +88,8 @@ def explain_no_match(pattern: str, names: Collection[str], what: str = "name") -
         names: all names.
         what: what the names are, such as "tensor"; with "name", a pattern without dots is treated as a component.
     """
+    if not names:
+        return f"no {what} matches: the checkpoint, or what is selected of it, has none of that kind."
     from difflib import get_close_matches  # which takes a while to load
 
     part, holds = pattern.strip("*"), ""

@@ -3,6 +3,7 @@ describes the files."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -1011,7 +1012,8 @@ def write_torchtune(ckpt: Checkpoint, source: Source, options: WriteOptions) -> 
     run = ckpt.value("trainer.epochs_run")
     epoch = ckpt.value("trainer.epoch")
     if not isinstance(run, int):
-        run = int(epoch) if isinstance(epoch, (int, float)) else 0
+        counted = isinstance(epoch, int) or (isinstance(epoch, float) and math.isfinite(epoch))
+        run = int(epoch) if counted else 0
     # what a recipe asks for; None is no limit, and no seed
     needed: dict[Path, object] = {
         ("trainer", "epochs_run"): run,

@@ -34,6 +34,13 @@ def test_a_recipe_finds_what_its_own_checkpointer_wrote(by_way_of_the_hub: bool,
         assert opened.checkpoint.layout == "torchtune" and not opened.checkpoint.unread
 
 
+@pytest.mark.parametrize("epoch", [float("nan"), float("inf")])
+def test_an_epoch_that_is_no_number_counts_as_none_run(epoch: float, tmp_path: Path) -> None:
+    torch.save({"model": {"tok_embeddings.weight": torch.ones(5, 3)}, "epoch": epoch}, tmp_path / "state.pt")
+    ckpttool.convert(tmp_path / "state.pt", tmp_path / "out", to="torchtune", map="none")
+    assert torch.load(tmp_path / "out" / "recipe_state.pt", weights_only=True)["epochs_run"] == 0
+
+
 def test_counters_that_a_recipe_asks_for_are_made_and_the_rest_is_kept(tmp_path: Path) -> None:
     weights = {"tok_embeddings.weight": torch.ones(5, 3), "layers.0.sa_norm.scale": torch.ones(3)}
     state = {n: {"step": torch.tensor(2.0), "exp_avg": t * 2} for n, t in weights.items()}

@@ -24,7 +24,7 @@ import ckpttool
 from ckpttool.engine.conversion import convert
 from ckpttool.engine.diff import diff
 from ckpttool.engine.opening import open as open_checkpoint
-from ckpttool.errors import CkpttoolError, Corrupt, Differs, Unsupported, UsageError
+from ckpttool.errors import CkpttoolError, Corrupt, Differs, Unsafe, Unsupported, UsageError
 from ckpttool.huggingface import model_files
 from ckpttool.huggingface.hub_names import PLAIN
 from ckpttool.storage.source import Source
@@ -173,6 +173,37 @@ def test_too_many_bytes_of_tokenizer_files_are_refused_before_one_is_read(
     with Source(tmp_path) as source:
         assert model_files.find_model_files(source, None, notes).files == {}
     assert words in notes[0] and "were not used" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "why"),
+    [
+        (None, Unsupported, "has no config.json, which describes the model"),
+        ("folder", Unsafe, "its config.json is not a regular file"),
+        ("pipe", Unsafe, "its config.json is not a regular file"),
+        ("given", Unsafe, "is no folder and not a regular file"),
+    ],
+)
+def test_a_folder_that_was_given_without_a_config_is_refused(
+    kind: str | None, error: type[CkpttoolError], why: str, tmp_path: Path
+) -> None:
+    folder, weights = tmp_path / "c", tmp_path / "a.pt"
+    torch.save({"model": {"w": torch.ones(2)}}, weights)
+    folder.mkdir()
+    (folder / "generation_config.json").write_text("{}")
+    if kind == "folder":
+        (folder / "config.json").mkdir()
+    elif kind is not None:
+        os.mkfifo(folder / "config.json")
+    given = folder / "config.json" if kind == "given" else folder
+    with pytest.raises(error, match=why):
+        ckpttool.convert(weights, tmp_path / "out", to="hf", config=str(given))
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_s_folder_that_was_given_needs_no_config(tmp_path: Path) -> None:
+    (tmp_path / model_files.ADAPTER_CONFIG).write_text("{}")
+    assert model_files.read_model_files(str(tmp_path)) == (None, {model_files.ADAPTER_CONFIG: b"{}"})
 
 
 def test_files_with_names_that_no_archive_keeps_are_left_out(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from itertools import product
@@ -207,6 +208,12 @@ def test_what_is_wrong_with_a_mesh_or_a_plan_is_said(trained: Path, mesh: str, p
     with pytest.raises(UsageError, match=re.escape(said)):
         options = MeshOptions(mesh, str(trained / "other.txt") if plan else None)
         ckpttool.plan(trained / "state.pt", trained / "new", to="dcp", options=options)
+
+
+def test_a_plan_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")  # opening it would wait for ever
+    with pytest.raises(UsageError, match="is not a regular file"):
+        MeshOptions("tp=2", str(tmp_path / "pipe"))
 
 
 def test_a_template_without_tensor_parallelism_says_nothing_about_it(trained: Path) -> None:

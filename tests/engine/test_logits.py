@@ -577,6 +577,12 @@ def test_a_config_of_another_model_is_refused_with_a_name(saved: Callable[[str],
     assert ckpttool.compare(saved("llama"), gpt2).misfit_b["transformer.wte.weight"] == "is missing"
 
 
+def test_a_model_type_that_is_no_text_is_said(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    odd = changed(saved("llama"), tmp_path / "odd", configured(model_type=["llama"]))
+    with pytest.raises(UsageError, match=r"odd has no model_type that is a text in its config\.json"):
+        ckpttool.compare(odd, odd)
+
+
 def test_a_model_under_another_architecture_is_compared_and_said(saved: Callable[[str], Path], tmp_path: Path) -> None:
     as_mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
     found = ckpttool.compare(saved("llama"), changed(saved("llama"), tmp_path / "b", configured(**as_mistral)))

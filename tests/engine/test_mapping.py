@@ -468,6 +468,7 @@ def test_recorded_digests_of_renamed_tensors_are_compared(tmp_path: Path) -> Non
         (HEAD + "a [(_+f) x] = b [f x]\n", "_ comes last"), (HEAD + "a + b = c + d\n", "only one side"),
         (HEAD + "size v = __import__('os')\na = b\n", "a size is made of numbers"), (HEAD + "a{.i} = b.{i}\n", "need their axes"),
         (HEAD + "a.{i}.{i} = b\n", "variable twice"), (HEAD + "include nowhere\n", "include nowhere: no such map"),
+        ("include meta-llama\n" * 3000, ":2: meta-llama is included a second time"),
         (HEAD + "a [x (v+_)] = b [x v]\n", "only rows can be padding"), (HEAD + "a [_ x] = b [_ x]\n", ":2: .*_ is a term of a sum"),
         (HEAD + f"a [{'(' * 4000}x] = b [x]\n", "nested deeper than 50"), (HEAD + "a{i}{j}.x = b{i}{j}.x\n", "other text than digits between"),
         (HEAD + "a.{i}1{j} = b.{i}.{j}\n", "other text than digits between"), (HEAD + "size = 3\na = b\n", "write size NAME"),

@@ -265,6 +265,9 @@ def test_what_is_no_plan_is_refused(data: bytes, kind: type[CkpttoolError], tmp_
     (tmp_path / "plan.json").write_bytes(data)
     with pytest.raises(kind):
         ckpttool.apply(tmp_path / "plan.json")
+    os.mkfifo(tmp_path / "pipe")  # opening it would wait for ever
+    with pytest.raises(UsageError, match="is not a regular file"):
+        ckpttool.apply(tmp_path / "pipe")
     assert ckpttool_here("apply", tmp_path / "nothing.json").returncode == 2
     assert ckpttool_here("apply", tmp_path).returncode == 2
 

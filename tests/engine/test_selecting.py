@@ -293,6 +293,8 @@ def test_a_dry_run_and_the_record_list_what_is_set(saved: Path, tmp_path: Path) 
         ({"set_values": {"extra.args*": 1}}, "what is inside an object is not set"),
         ({"reset": ["model"]}, "is of the model, and no job starts with new weights"),
         ({"reset": ["rng"]}, "the checkpoint holds extra, model, optim, trainer"),
+        ({"set_values": {"trainer.step": 2}, "only": ["model"]}, "no name matches: the checkpoint, or what is selected of it, has none"),
+        ({"set_values": {"trainer": 2}, "only": ["model"]}, "no name matches: the checkpoint, or what is selected of it, has none"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_set_or_reset_is_refused(tmp_path: Path, asked: dict[str, Any], why: str) -> None:
@@ -300,6 +302,23 @@ def test_what_cannot_be_set_or_reset_is_refused(tmp_path: Path, asked: dict[str,
     with pytest.raises(UsageError, match=why):
         ckpttool.convert(tmp_path / "a.pt", tmp_path / "b.pt", **asked)
     assert not (tmp_path / "b.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"reset": ["optim"]}, "reset by reset: a job starts it new"),
+        ({"to": "hf", "set_values": {"trainer.step": 2, "optim.param_groups.0.lr": 1}}, "hf holds weights only"),
+        ({}, None),
+    ],
+)
+def test_a_value_that_was_set_and_is_left_out_is_named(more: dict[str, Any], why: str | None, tmp_path: Path) -> None:
+    torch.save(small_state(step=1), tmp_path / "a.pt")
+    asked = {"to": "full", "set_values": {"optim.param_groups.0.lr": 1}, **more}
+    done = ckpttool.convert(tmp_path / "a.pt", tmp_path / "b", **asked)
+    said = [n for n in done.notes if "which set_values changed" in n]
+    assert [n.partition(" not in the result: ")[2] for n in said] == ([] if why is None else [why])
+    assert why is None or f"which set_values changed, {'are' if 'to' in more else 'is'} not in" in said[0]
 
 
 @pytest.mark.slow

@@ -210,9 +210,14 @@ def test_transformers_is_started_once_and_not_at_all_for_a_known_architecture_wi
 
 
 def test_a_config_that_transformers_does_not_know_is_no_reason_to_stop(tmp_path: Path) -> None:
-    given = config(tmp_path, LLAMA, model_type="of_our_own", architectures=["OfOurOwn"])
+    given = config(tmp_path, LLAMA, model_type="of_our_own" + "x" * 20_000, architectures=["OfOurOwn"])
     done = ckpttool.convert(LLAMA, tmp_path / "out", to="hf", config=given)
-    assert any("not compared with those of the model" in n for n in done.notes)
+    said = next(n for n in done.notes if "not compared with those of the model" in n)
+    assert said.endswith("does not know this model_type") and "'of_our_ownxx" in said and len(said) < 400
+
+
+def test_a_model_type_that_is_no_text_is_no_model_of_ours() -> None:
+    assert hub_names.find_contradiction({"model_type": ["llama"]}, {"w": (2,)}) is None
 
 
 def own_model(folder: Path) -> Path:

@@ -121,9 +121,10 @@ def _find_config(
     """
     found = opened.checkpoint.config or model_files.find_model_files(opened.source, given, [])[0] or otherwise
     if found is None or not isinstance(found.get("model_type"), str):
+        lack = "no config.json" if found is None else "no model_type that is a text in its config.json"
         raise UsageError(
-            f"{show_path(path)} has no config.json, which says what its model computes. Give {argument('config')} the "
-            "folder of one.",
+            f"{show_path(path)} has {lack}, which says what its model computes. Give {argument('config')} "
+            "the folder of one.",
             code="CKPT0216",
         )
     return found
