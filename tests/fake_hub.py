@@ -296,6 +296,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, status: int, data: bytes, headers: dict[str, str], cut: bool = False) -> None:
         self.send_response(status)
+        if status >= 400 or self.path.startswith("/api/"):  # as Express makes it, of base64
+            headers = {"ETag": f'W/"{len(data):x}-vndQfbspAL31/eKATEOf36LyR8k"', **headers}
         for k, v in {"Content-Length": str(len(data)), **headers}.items():
             self.send_header(k, v)
         self.end_headers()

@@ -589,6 +589,13 @@ def error_packed_twice(q: Request) -> Iterator[Piece]:
     yield head(403, {"Content-Encoding": "gzip, gzip", "Content-Type": "application/json"}, len(body)) + body
 
 
+@lie(*STORES, about="any")
+def error_packed(q: Request) -> Iterator[Piece]:
+    body = gzip.compress(bytes(50 << 20))
+    sent = b"" if q.method == "HEAD" else body
+    yield head(403, {"Content-Encoding": "gzip", "Content-Type": "application/json"}, len(body)) + sent
+
+
 @lie(*STORES, about="list")
 def endless_listing(q: Request) -> Iterator[Piece]:
     yield head(

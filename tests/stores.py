@@ -183,8 +183,10 @@ class _Proxy(BaseHTTPRequestHandler):
         self.server.seen.append((self.command, self.path, what))
         self.server.headers.append({k.lower(): v for k, v in self.headers.items()})
         if isinstance(what, (int, tuple)):
-            status, text = what if isinstance(what, tuple) else (what, b"")
+            status, text, headers = (*(what if isinstance(what, tuple) else (what, b"")), {})[:3]
             self.send_response(status)
+            for k, v in headers.items():
+                self.send_header(k, v)
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
             if self.command != "HEAD":

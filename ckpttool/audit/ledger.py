@@ -564,8 +564,9 @@ def _refuse_full(size: int, what: str) -> None:
     """
     if size + _LINE > objects.MOST_LEDGER_BYTES:
         raise Unsafe(
-            f"{what} is full: it has {size:,} bytes, and no command reads one of more than {objects.MOST_LEDGER_BYTES:,}. "
-            "Nothing was written. Keep new archives in another store; `ckpttool audit verify` with "
+            f"{what} is full: it has {size:,} bytes, and no command reads one of more than "
+            f"{objects.MOST_LEDGER_BYTES:,}. Nothing was written. Keep new archives in another store; "
+            "`ckpttool audit verify` with "
             f"{argument('no_ledger', True)} needs no line.",
             code="CKPT0704",
         )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from ..errors import CkpttoolError, RemoteError, UsageError, argument
 from ..storage import remote, retries, urls
 from ..storage.answer_limits import LIMITS, RequestBudget, Stalled, within_budget, within_budget_in_all_threads
-from ..storage.hub_limits import bound_hub_client
+from ..storage.hub_limits import bound_hub_client, get_commit_hash, make_hub_answer_error
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoFile
@@ -237,7 +237,7 @@ class Repository:
             found = self.ask(lambda: self.api.repo_info(self.repo_id, revision=revision, expand=["private", "sha"]))
         except retries.NotFound:
             return None
-        private, commit, files = self._read_visibility(found), remote.get_commit_hash(found.sha, self.url), {}
+        private, commit, files = self._read_visibility(found), get_commit_hash(found.sha, self.url), {}
         for f in self.ask(lambda: self._list_files(commit)):
             files[f.path] = self._convert_file(f)
         return RepositoryState(private, commit, files)
@@ -250,11 +250,7 @@ class Repository:
             RemoteError: the Hub says something else than yes or no.
         """
         if not isinstance(found.private, bool | None):
-            raise RemoteError(
-                f"{self.url}: the Hub says {str(found.private)[:80]!r} to whether the repository is private, and not "
-                "true or false. Check HF_ENDPOINT.",
-                code="CKPT0906",
-            )
+            raise make_hub_answer_error(self.url, found.private, "true or false (private)")
         return bool(found.private)
 
     def _list_files(self, commit: str) -> list[RepoFile]:
@@ -282,11 +278,7 @@ class Repository:
             RemoteError: it is not a string.
         """
         if not isinstance(name, str):
-            raise RemoteError(
-                f"{self.url}: the Hub says {str(name)[:80]!r} where the name of a file or branch should be. Check "
-                "HF_ENDPOINT.",
-                code="CKPT0906",
-            )
+            raise make_hub_answer_error(self.url, name, "the name of a file or branch")
         return name
 
     def _convert_file(self, f: RepoFile) -> RemoteFile:
@@ -438,13 +430,15 @@ class Repository:
                     parent_commit=parent,
                 )
             except (ValueError, RuntimeError) as e:
-                if isinstance(e, JSONDecodeError) or hasattr(e, "response"):
+                if isinstance(e, JSONDecodeError) or any(
+                    isinstance(x, CkpttoolError) or hasattr(x, "response") for x in _iterate_error_chain(e)
+                ):
                     raise
                 raise RemoteError(f"{self.url}: {_shorten_message(e).rstrip('.')}.", code="CKPT0906") from None
 
         try:
             done = self.ask(create, tries=1, writes=True)
-            return remote.get_commit_hash(done.oid, self.url), done.pr_url  # the latter was parsed already
+            return get_commit_hash(done.oid, self.url), done.pr_url  # the latter was parsed already
         except RemoteError as e:
             if e.code != "CKPT0906":
                 raise

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from typing import Any, NamedTuple
 
 from .. import bounded_json
@@ -94,8 +95,8 @@ def is_model_or_trainer_file(name: str) -> bool:
 
 
 def is_plain_file_name(name: str) -> bool:
-    """Whether a name is that of a file in a folder, without anything that a terminal, a shell or another system reads
-    otherwise; transformers' folder of chat templates may come before it."""
+    """Whether a name is that of a file in a folder: printable, without a slash or backslash; transformers' folder of
+    chat templates may come before it."""
     name = name.removeprefix(f"{_TEMPLATES}/")
     return name.isprintable() and name not in ("", ".", "..") and not set(name) & {"/", "\\"}
 
@@ -160,7 +161,7 @@ def fetch_from_hub(model: str, patterns: list[str]) -> str:
 
     Raises:
         Unsupported: there is no such model, or the name is a path. RemoteError: the Hub did not answer, or sends a path
-            as the name of a file in the cache.
+            as the name of a file in the cache. Unsafe: the Hub names an address without https, although it has one.
     """
     what = f"{argument('config', model)}: there is no such folder"
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:
@@ -170,8 +171,10 @@ def fetch_from_hub(model: str, patterns: list[str]) -> str:
 
     from ..storage.answer_limits import RequestBudget, within_budget_in_all_threads
     from ..storage.hub_limits import bound_hub_client, disabled_xet
+    from ..storage.retries import find_own_error
 
     bound_hub_client()
+    outer = sys.exception()
     try:
         with disabled_xet(), within_budget_in_all_threads(RequestBudget(f"hf://{model}", downloads=True)):
             return snapshot_download(model, allow_patterns=patterns)
@@ -182,32 +185,50 @@ def fetch_from_hub(model: str, patterns: list[str]) -> str:
             code="CKPT0302",
         ) from None
     except Exception as e:
-        reason = " ".join(str(e).partition("\n")[0].split()).rstrip(".")
-        raise RemoteError(
+        own = find_own_error(e, outer)
+        reason = " ".join(str(own or e).partition("\n")[0].split()).rstrip(".")
+        raise (RemoteError if own is None else type(own))(
             f"{what}, and the Hub did not give a model of that name ({reason}). Check the path, or the network.",
-            code=e.code if isinstance(e, RemoteError) else "CKPT0901",
+            code="CKPT0901" if own is None else own.code,
         ) from None
 
 
-def read_model_files(config: str, notes: list[str] | None = None) -> tuple[dict[str, object] | None, dict[str, bytes]]:
+def read_model_files(
+    config: str, notes: list[str] | None = None, *, of_adapter: bool = False
+) -> tuple[dict[str, object] | None, dict[str, bytes]]:
     """Return (config.json or None if there is none, {name: bytes} to copy) of a folder, of the folder of a file, or of
     a Hub model id.
 
     Args:
         config: the folder, file or id.
         notes: gets what is not copied; None where nobody asks.
+        of_adapter: whether an adapter's files are looked for. If not, the folder must have a config.json; that of an
+            adapter needs none.
 
     Raises:
-        Unsupported: it is none of these. RemoteError: the Hub did not answer.
-        Corrupt, Unsafe: config.json is not a JSON object.
+        Unsupported: it is none of these, or the folder has no config.json. RemoteError: the Hub did not answer.
+        Corrupt, Unsafe: config.json is not a JSON object, or no file; `config` is a FIFO or the like.
     """
+    given = config
     if not os.path.isdir(config):
         if os.path.isfile(config):
             config = os.path.dirname(make_path_absolute(config))
+        elif os.path.exists(config):
+            raise Unsafe(f"{argument('config', given)} is no folder and not a regular file.", code="CKPT0702")
         else:
             config = fetch_from_hub(config, _ON_HUB)
     with Source(config) as source:
-        return _read_model_folder(source, [] if notes is None else notes)
+        found, files = _read_model_folder(source, [] if notes is None else notes)
+    if found is None and not of_adapter:
+        if os.path.lexists(os.path.join(config, "config.json")):
+            raise Unsafe(f"{argument('config', given)}: its config.json is not a regular file.", code="CKPT0702")
+        if ADAPTER_CONFIG not in files:
+            raise Unsupported(
+                f"{argument('config', given)} has no config.json, which describes the model. Check the path or the "
+                "model id.",
+                code="CKPT0302",
+            )
+    return found, files
 
 
 class ModelFiles(NamedTuple):
@@ -225,8 +246,9 @@ def find_model_files(source: Source, given: str | None, notes: list[str]) -> Mod
     none.
 
     Raises:
-        Unsupported: `given` is none of these. RemoteError: the Hub did not answer.
-        Corrupt, Unsafe: the config.json of `given` is not a JSON object.
+        Unsupported: `given` is none of these, or has no config.json and is no adapter's. RemoteError: the Hub did not
+            answer.
+        Corrupt, Unsafe: the config.json of `given` is not a JSON object, or no file.
     """
     if given is not None:
         return ModelFiles(*read_model_files(given, notes), None)
@@ -280,7 +302,7 @@ def find_adapter_files(
     files: dict[str, bytes] = {}
     if given is not None:
         own = os.path.join(given, name or "")
-        files = read_model_files(own if name and os.path.isdir(own) else given, notes)[1]
+        files = read_model_files(own if name and os.path.isdir(own) else given, notes, of_adapter=True)[1]
     else:
         folders: list[str] = []
         for below in ("", "model", "..") if source.local_folder else ("", "model"):

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from .answer_limits import LIMITS, RequestBudget, check_redirect, current_budget, watch_upload
+from .answer_limits import LIMITS, RequestBudget, check_redirect, current_budget, is_encoded, watch_upload
 
 __all__ = ["make_s3_session_class", "session_settings", "xml_session_settings"]
 
@@ -25,7 +25,9 @@ class _BoundedReader:
     """The body of an answer, as aiohttp's StreamReader, which ends with an error where more than `most` bytes
     arrive."""
 
-    def __init__(self, stream: Any, budget: RequestBudget, most: int, counted: bool, ignored: bool) -> None:
+    def __init__(
+        self, stream: Any, budget: RequestBudget, most: int, *, counted: bool, ignored: bool, error: bool, encoded: bool
+    ) -> None:
         """Wrap the body of a response.
 
         Args:
@@ -34,6 +36,8 @@ class _BoundedReader:
             most: bytes that the body may have.
             counted: whether the bytes count against the budget: those of a response without a range.
             ignored: whether the server sends the whole object, although a range of it was asked for.
+            error: whether the response is an error or a redirect, whose body is filtered (`filter_error_body`).
+            encoded: whether it has a content encoding.
         """
         self._stream, self._budget, self._most, self._counted, self._ignored = (
             stream,
@@ -42,6 +46,7 @@ class _BoundedReader:
             counted,
             ignored,
         )
+        self._error, self._encoded = error, encoded
         self._got = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -54,12 +59,14 @@ class _BoundedReader:
         Raises:
             RemoteError: the body is longer than allowed, or would fill the memory once it is parsed.
         """
-        if n >= 0:
+        if n >= 0 and not (self._error and self._encoded):
             return self._count_bytes(await self._stream.read(n))
         pieces = []
         while piece := await self.readany():
             pieces.append(piece)
         body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        if self._error:
+            return self._budget.filter_error_body(body, self._encoded)
         if self._counted:
             self._budget.check_body(body)
         return body
@@ -108,8 +115,9 @@ class _BoundedAnswer(aiohttp.ClientResponse):
             return await super().start(connection)
         try:
             if budget.writes and not self.store_watches:
-                unsent = connection.transport.get_write_buffer_size
-                await watch_upload(super().start(connection), lambda: -1 - unsent(), budget)
+                transport = connection.transport  # None where the connection is lost
+                get_progress = None if transport is None else lambda: -1 - transport.get_write_buffer_size()
+                await watch_upload(super().start(connection), get_progress, budget)
             else:
                 async with asyncio.timeout(None if budget.writes else budget.stall_seconds):
                     await super().start(connection)
@@ -122,7 +130,15 @@ class _BoundedAnswer(aiohttp.ClientResponse):
         most = budget.body_limit(self.method, str(self.url), asked, self.status, self.headers, self.most)
         ranged = bool(asked) and self.status < 300
         stream = self.content
-        self.content = _BoundedReader(stream, budget, most, not ranged, ranged and self.status == 200)  # type: ignore[assignment]
+        self.content = _BoundedReader(  # type: ignore[assignment]
+            stream,
+            budget,
+            most,
+            counted=not ranged,
+            ignored=ranged and self.status == 200,
+            error=self.status >= 300,
+            encoded=is_encoded(self.headers),
+        )
         self._schedule_stall_check(stream, budget)
         return self
 

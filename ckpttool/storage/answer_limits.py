@@ -29,6 +29,8 @@ __all__ = [
     "Stalled",
     "check_redirect",
     "current_budget",
+    "get_origin",
+    "is_encoded",
     "watch_upload",
     "within_budget",
     "within_budget_in_all_threads",
@@ -154,19 +156,18 @@ class RequestBudget:
 
         Raises:
             RemoteError: the server asks to wait too long, sends an encoding or a range that was not asked for, or lists
-                without an end.
+                without an end. (An error or a redirect may have an encoding, see `filter_error_body`.)
         """
         if status >= 300:
             self._allow_wait(status, headers)
-        coding = headers.get("Content-Encoding", "").strip().lower()
-        if coding not in ("", "identity", "aws-chunked"):  # the last is a word that some stores keep from an upload
+            return LIMITS.error_bytes
+        if is_encoded(headers):
+            coding = headers["Content-Encoding"].strip().lower()
             raise RemoteError(
                 f"{self.url}: the server sends it with the content encoding {coding[:40]!r}, which was not asked for. "
                 "Turn the encoding off there, or download the file.",
                 code="CKPT0906",
             )
-        if status >= 300:
-            return LIMITS.error_bytes
         if found := re.fullmatch(r"bytes=(\d+)-(\d+)", asked):
             first, n = int(found[1]), int(found[2]) - int(found[1]) + 1
             sent = headers.get("Content-Range", "")
@@ -210,6 +211,22 @@ class RequestBudget:
             raise RemoteError(
                 f"{self.url}: {found}. Check the address, the server and the proxy.", code="CKPT0906"
             ) from None
+
+    def filter_error_body(self, body: bytes, encoded: bool) -> bytes:
+        """Return the complete body of an error or a redirect for the client; b"" in its place if it is encoded or
+        `check_body` refuses it, so that the client goes by the status alone.
+
+        Args:
+            body: as it arrived.
+            encoded: whether the response has a content encoding.
+        """
+        if encoded:
+            return b""
+        try:
+            self.check_body(body)
+        except RemoteError:
+            return b""
+        return body
 
     def _allow_wait(self, status: int, headers: Mapping[str, str]) -> None:
         """Extend the deadline by the wait that a server demands (headers Retry-After and RateLimit of an error
@@ -320,14 +337,21 @@ def within_budget_in_all_threads(budget: RequestBudget) -> Iterator[RequestBudge
         _everywhere.remove(budget)
 
 
-async def watch_upload(asked: Awaitable[T], sent: Callable[[], int] | None, budget: RequestBudget) -> T:
+def is_encoded(headers: Mapping[str, str]) -> bool:
+    """Return whether the headers of an answer name a content encoding, so that its body would have to be unpacked."""
+    # the last is a word that some stores keep from an upload
+    return headers.get("Content-Encoding", "").strip().lower() not in ("", "identity", "aws-chunked")
+
+
+async def watch_upload(asked: Awaitable[T], get_progress: Callable[[], int] | None, budget: RequestBudget) -> T:
     """Await a request that sends data and return its result; cancel it after a period in which no byte of its body was
-    sent and no response came.
+    sent and no response came, and where this call itself is cancelled.
 
     Args:
         asked: the request, not yet awaited.
-        sent: returns a number that changes while the body is sent, such as the position in a file; -1 if nothing is
-            left to send. None if progress cannot be seen, so that one period must suffice.
+        get_progress: returns a number that changes while the body is sent, such as the position in a file. -1 at the
+            end of the first period ends the wait: nothing was sent yet, or nothing is left to send. None if progress
+            cannot be seen, so that one period must suffice.
         budget: gives the length of the period.
 
     Raises:
@@ -336,15 +360,24 @@ async def watch_upload(asked: Awaitable[T], sent: Callable[[], int] | None, budg
     import asyncio
 
     task, before = asyncio.ensure_future(asked), -1
-    while True:
-        done, _ = await asyncio.wait({task}, timeout=budget.stall_seconds)
-        if done:
-            return task.result()
-        now = sent() if sent is not None else -1
-        if now == before:
-            task.cancel()
-            raise budget.stalled_error()
-        before = now
+    try:
+        while True:
+            done, _ = await asyncio.wait({task}, timeout=budget.stall_seconds)
+            if done:
+                return task.result()
+            now = get_progress() if get_progress is not None else -1
+            if now == before:
+                raise budget.stalled_error()
+            before = now
+    finally:
+        task.cancel()
+
+
+def get_origin(url: str) -> tuple[str, str | None, int | None]:
+    """Return (scheme, host, port) of a URL; a port that it does not name is that of the scheme. Raises ValueError if
+    it is no URL."""
+    at = urlsplit(url)
+    return at.scheme, at.hostname, {"http": 80, "https": 443}.get(at.scheme) if at.port is None else at.port
 
 
 def check_redirect(method: str, at: str, location: str) -> bool:
@@ -361,7 +394,7 @@ def check_redirect(method: str, at: str, location: str) -> bool:
     here = urlsplit(at)
     try:
         there = urlsplit(urljoin(at, location))
-        same = (here.scheme, here.hostname, here.port) == (there.scheme, there.hostname, there.port)
+        same = get_origin(at) == get_origin(there.geturl())
     except ValueError:
         raise Unsafe(
             f"{here.scheme}://{here.hostname}: the server redirects to what is no URL.", code="CKPT0706"

@@ -13,21 +13,23 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from threading import get_ident
+from threading import Lock, get_ident
 from typing import Any
-from urllib.parse import urlsplit
 
 from ..bounded_json import parse
 from ..errors import Corrupt, RemoteError, Unsafe
-from .answer_limits import LIMITS, RequestBudget, check_redirect, current_budget
+from .answer_limits import LIMITS, RequestBudget, check_redirect, current_budget, get_origin, is_encoded
 
-__all__ = ["bound_hub_client", "disabled_xet"]
+__all__ = ["bound_hub_client", "disabled_xet", "get_commit_hash", "make_hub_answer_error"]
 
 #: A key in the extensions of a request, and of those that it is redirected to: whether it asks the Hub's API, not for a
 #: file.
 _ASKS_API = "ckpttool_asks_api"
 #: What may be the name of a file in huggingface_hub's cache, which drops a W at the beginning of an ETag.
 _PLAIN = re.compile(r'W*[^W./\\"][^/\\"]{0,127}')
+
+_xet_lock = Lock()
+_without_xet: list[bool] = []  # HF_HUB_DISABLE_XET as it was, once for each block of `disabled_xet` that runs
 
 
 def bound_hub_client() -> None:
@@ -59,16 +61,21 @@ def _bound_client(client: Any) -> Any:
 
 @contextmanager
 def disabled_xet() -> Iterator[None]:
-    """Keep huggingface_hub from using Xet while the block runs. Xet has a client of its own, without our limits, and
-    with it huggingface_hub takes names of files from listings, and the address that gets the token from a header."""
+    """Keep huggingface_hub from using Xet while the block runs, or such a block of another thread. Xet has a client of
+    its own, without our limits, and with it huggingface_hub takes names of files from listings, and the address that
+    gets the token from a header."""
     from huggingface_hub import constants
 
-    before = constants.HF_HUB_DISABLE_XET
-    constants.HF_HUB_DISABLE_XET = True
+    with _xet_lock:
+        _without_xet.append(_without_xet[0] if _without_xet else constants.HF_HUB_DISABLE_XET)
+        constants.HF_HUB_DISABLE_XET = True
     try:
         yield
     finally:
-        constants.HF_HUB_DISABLE_XET = before
+        with _xet_lock:
+            before = _without_xet.pop()
+            if not _without_xet:
+                constants.HF_HUB_DISABLE_XET = before
 
 
 def _before_request(request: Any) -> None:
@@ -86,7 +93,7 @@ def _before_request(request: Any) -> None:
     request.headers["Accept-Encoding"] = "identity"
     from huggingface_hub import constants
 
-    hub, to = (_make_origin(str(url)) for url in (constants.ENDPOINT, request.url))
+    hub, to = (get_origin(str(url)) for url in (constants.ENDPOINT, request.url))
     if hub[0] == "https" and to[0] != "https":
         raise Unsafe(
             f"{budget.url}: the Hub names an address with {to[0][:20]}://, where anybody could read and change what is "
@@ -96,39 +103,71 @@ def _before_request(request: Any) -> None:
     if hub != to:
         for name in ("Authorization", "Cookie"):
             request.headers.pop(name, None)
-    path = request.url.path
-    request.extensions.setdefault(_ASKS_API, "/api/models/" in path and "/resolve/" not in path)
+    request.extensions.setdefault(_ASKS_API, _is_api_path(request.url.path))
 
 
-def _make_origin(url: str) -> tuple[str, str | None, int | None]:
-    """Return (scheme, host, port) of a URL; a port that it does not name is that of the scheme."""
-    at = urlsplit(url)
-    return at.scheme, at.hostname, at.port or {"http": 80, "https": 443}.get(at.scheme)
+def _is_api_path(path: str) -> bool:
+    """Return whether a path of a URL, unquoted, is that of the Hub's API, and not of a file."""
+    return "/api/models/" in path and "/resolve/" not in path
 
 
-def _refuse_path(budget: RequestBudget, name: str, value: object) -> None:
-    """Check a value that huggingface_hub uses as the name of a file or folder in its cache.
+def make_hub_answer_error(url: str, told: object, wanted: str) -> RemoteError:
+    """Return the error for a value in an answer of the Hub that is not what it must be; it is not raised.
 
     Args:
-        budget: the request budget; its URL is in the message.
-        name: what the Hub calls the value: "ETag", "sha", ...
-        value: the value; of an ETag, what is between the quotes.
+        url: what the Hub was asked about.
+        told: the value.
+        wanted: what should be there.
+    """
+    return RemoteError(
+        f"{url}: the Hub says {str(told)[:80]!r} where {wanted} should be. Check HF_ENDPOINT.", code="CKPT0906"
+    )
+
+
+def get_commit_hash(told: object, url: str) -> str:
+    """Return a commit, in hex.
+
+    Args:
+        told: what the Hub calls the commit of a revision.
+        url: of the repository, for messages.
 
     Raises:
-        RemoteError: it is not a plain file name.
+        RemoteError: that is no commit.
     """
-    if not (isinstance(value, str) and value.isascii() and value.isprintable() and _PLAIN.fullmatch(value)):
-        raise RemoteError(
-            f"{budget.url}: the Hub sends {str(value)[:80]!r} as {name}, which is none. Check HF_ENDPOINT.",
-            code="CKPT0906",
-        )
+    if not isinstance(told, str) or not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", told):
+        raise make_hub_answer_error(url, told, "the commit of a revision")
+    return told
+
+
+def _check_cache_names(response: Any, url: str) -> None:
+    """Check the headers of an answer about a file, of which huggingface_hub makes names of files and folders in its
+    cache. As there, the ETag of what an answer redirects to comes before that of the answer, and counts for HEAD alone;
+    of an error only the commit does. Other ETags may be anything: those of errors and of the API are base64, in which
+    "/" is a digit.
+
+    Args:
+        response: of httpx.
+        url: of the repository, for messages.
+
+    Raises:
+        RemoteError: the ETag is not a plain name, or the commit is none.
+    """
+    headers = response.headers
+    if (commit := headers.get("X-Repo-Commit")) is not None:
+        get_commit_hash(commit, url)
+    told = headers.get("X-Linked-ETag") or headers.get("ETag")
+    if told is not None and response.request.method == "HEAD" and response.status_code < 400:
+        name = told.removeprefix("W/").strip('"')
+        if not (name.isascii() and name.isprintable() and _PLAIN.fullmatch(name)):
+            raise make_hub_answer_error(url, told, "an ETag that can name a file")
 
 
 def _after_response(response: Any) -> None:
     """Check the headers of a response and limit its body, if a request budget is in effect; a hook of httpx.
 
     Raises:
-        RemoteError: the headers break a rule of the budget, or name a path where huggingface_hub expects a hash.
+        RemoteError: the headers break a rule of the budget, or name a path where huggingface_hub expects a hash; the
+            next page of a listing is none of the API.
         Unsafe: a redirect, or the link to the next page, is one that `check_redirect` refuses.
     """
     budget = current_budget()
@@ -141,25 +180,31 @@ def _after_response(response: Any) -> None:
     link = response.links.get("next", {}).get("url", "")
     if link:  # the token goes with the request for the next page
         check_redirect("POST", str(request.url), link)
-    for name in ("ETag", "X-Linked-ETag", "X-Repo-Commit") if budget.downloads else ():
-        if (value := response.headers.get(name)) is not None:
-            _refuse_path(budget, name, value.removeprefix("W/").strip('"'))
-    asked = request.headers.get("Range", "")
     asks_api = budget.downloads and request.extensions.get(_ASKS_API, False)
+    if link and asks_api and not _is_api_path(request.url.join(link).path):  # it would be read as a file
+        raise make_hub_answer_error(budget.url, link, "the address of the next page of a listing")
+    error = response.status_code >= 300
+    if budget.downloads and not asks_api:
+        _check_cache_names(response, budget.url)
+    asked = request.headers.get("Range", "")
     downloads = budget.downloads and request.method == "GET" and not asked and not asks_api
     most = LIMITS.download_bytes if downloads else None
     most = budget.body_limit(request.method, str(request.url), asked, response.status_code, response.headers, most)
-    if downloads and response.status_code < 300:
+    if downloads and not error:
         most = LIMITS.download_bytes
-    ranged = bool(asked) and response.status_code < 300
+    encoded = error and is_encoded(response.headers)
+    if encoded:
+        del response.headers["Content-Encoding"]  # so that httpx unpacks nothing
     stream_class = _make_body_class(sys.modules[type(response).__module__.partition(".")[0]].SyncByteStream)
     response.stream = stream_class(
         response.stream,
         budget,
         most,
-        counted=not (ranged or downloads),
+        counted=error or not (asked or downloads),
         ignored=response.status_code == 200,
-        names_commit=asks_api and response.status_code < 300,
+        names_commit=asks_api and not error,
+        error=error,
+        encoded=encoded,
     )
 
 
@@ -175,7 +220,16 @@ class _BoundedBody:
     arrive."""
 
     def __init__(
-        self, stream: Any, budget: RequestBudget, most: int, *, counted: bool, ignored: bool, names_commit: bool
+        self,
+        stream: Any,
+        budget: RequestBudget,
+        most: int,
+        *,
+        counted: bool,
+        ignored: bool,
+        names_commit: bool,
+        error: bool,
+        encoded: bool,
     ) -> None:
         """Wrap the body of a response.
 
@@ -183,9 +237,12 @@ class _BoundedBody:
             stream: the body, an iterable of bytes with `close`.
             budget: the request budget of the response; gives the errors.
             most: bytes that the body may have.
-            counted: whether the bytes count against the budget: not those of ranges and downloads.
+            counted: whether the bytes count against the budget: not those of ranges and downloads, unless it is an
+                error.
             ignored: whether the response has status 200: the whole object, even if a range of it was asked for.
             names_commit: whether the body is JSON that may name the commit of a download, which is checked.
+            error: whether the response is an error or a redirect, whose body is filtered (`filter_error_body`).
+            encoded: whether that has a content encoding.
         """
         self._stream, self._budget, self._most, self._counted, self._ignored = (
             stream,
@@ -194,10 +251,10 @@ class _BoundedBody:
             counted,
             ignored,
         )
-        self._names_commit = names_commit
+        self._names_commit, self._error, self._encoded = names_commit, error, encoded
 
     def __iter__(self) -> Iterator[bytes]:
-        """Yield the pieces of the body, as bytes.
+        """Yield the pieces of the body, as bytes; that of an error in one piece, if at all.
 
         Raises:
             RemoteError: the body is longer than allowed, would fill the memory once it is parsed, or names a path as
@@ -212,8 +269,12 @@ class _BoundedBody:
                 raise self._budget.too_long_error(self._most, ignored=self._ignored and not self._counted)
             if self._counted:
                 whole += data
-            yield data
+            if not self._error:
+                yield data
         body = bytes(whole)
+        if self._error:
+            yield self._budget.filter_error_body(body, self._encoded)
+            return
         self._budget.check_body(body)
         if self._names_commit:
             try:
@@ -221,7 +282,7 @@ class _BoundedBody:
             except (Corrupt, Unsafe) as e:
                 raise RemoteError(f"{self._budget.url}: {e} Check HF_ENDPOINT.", code="CKPT0906") from None
             if isinstance(found, dict) and "sha" in found:
-                _refuse_path(self._budget, "the commit", found["sha"])
+                get_commit_hash(found["sha"], self._budget.url)
 
     def close(self) -> None:
         """Close the wrapped stream."""

@@ -73,10 +73,13 @@ def follow_pages(
                 f"takes more than {_MOST_TOKEN:,} in a URL. Check the server.",
                 code="CKPT0906",
             )
-        if more is not None and (token in seen or len(seen) >= LIMITS.answers or entries > LIMITS.names):
-            again = f"has more than {LIMITS.answers} pages or {LIMITS.names:,} entries"
-            if token in seen:
-                again = "comes back to a page that was there"
+        if more is not None and token not in seen and entries > LIMITS.names:
+            raise RemoteError(
+                f"{url} has more than {LIMITS.names:,} objects, and ckpttool lists no more. Choose another prefix.",
+                code="CKPT0906",
+            )
+        if more is not None and (token in seen or len(seen) >= LIMITS.answers):
+            again = "comes back to a page that was there" if token in seen else f"has more than {LIMITS.answers} pages"
             raise RemoteError(
                 f"{url}: the server's listing {again}, so it has no end. Check the server.", code="CKPT0906"
             )

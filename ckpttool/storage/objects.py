@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 __all__ = [
-    "MOST_BYTES",
+    "MOST_LEDGER_BYTES",
     "NO_LOCK",
     "S3Answer",
     "S3Object",
@@ -47,8 +47,8 @@ __all__ = [
 #: An answer of S3's API, or a part of one, as botocore parses it.
 S3Answer = dict[str, Any]
 
-#: How many bytes a ledger, or another object that is read whole, may have.
-MOST_BYTES = 256 << 20
+#: How many bytes a ledger, or the note of an upload, may have, which are read whole.
+MOST_LEDGER_BYTES = 256 << 20
 _PIECE_BYTES = 8 << 20  # of one request
 _READS = 20  # tries to read an object that others replace meanwhile
 _WRITES = frozenset({"upload_part", "put_object", "complete_multipart_upload"})
@@ -90,8 +90,8 @@ class S3Object:
                 body.seek(0)
             asked = getattr(client, method)(Bucket=self.bucket, **kwargs)
             budget = current_budget()
-            sent = None if body is None else body.tell
-            answer: S3Answer = await (watch_upload(asked, sent, budget) if budget and budget.writes else asked)
+            get_progress = None if body is None else body.tell
+            answer: S3Answer = await (watch_upload(asked, get_progress, budget) if budget and budget.writes else asked)
             if read_body:
                 async with answer["Body"] as stream:
                     answer["Body"] = await stream.read()
@@ -429,14 +429,14 @@ def set_legal_hold(url: str, *, on: bool) -> bool:
 
 
 def too_large_error(path: str, size: int) -> Unsafe:
-    """Return the error for a file or object of more than `MOST_BYTES` bytes that would be read whole.
+    """Return the error for a file or object of more than `MOST_LEDGER_BYTES` bytes that would be read whole.
 
     Args:
         path: of it, or its URL without credentials.
         size: its bytes.
     """
     return Unsafe(
-        f"{path} has {size:,} bytes. It is read into memory whole, so more than {MOST_BYTES:,} are refused, and "
+        f"{path} has {size:,} bytes. It is read into memory whole, so more than {MOST_LEDGER_BYTES:,} are refused, and "
         "ckpttool writes no such file. Take another copy.",
         code="CKPT0704",
     )
@@ -447,7 +447,7 @@ def get_with_token(url: str) -> tuple[bytes, str | None]:
     not exist. The token is "" in a store without conditional writes.
 
     Raises:
-        Unsafe: it has more than `MOST_BYTES` bytes.
+        Unsafe: it has more than `MOST_LEDGER_BYTES` bytes.
         RemoteError: the store fails.
     """
     at = conditional_object(url)
@@ -460,7 +460,7 @@ def get_with_token(url: str) -> tuple[bytes, str | None]:
     source = RemoteSource(folder)
     if not source.exists(name):
         return b"", None
-    if (size := source.size(name)) > MOST_BYTES:
+    if (size := source.size(name)) > MOST_LEDGER_BYTES:
         raise too_large_error(redact_url(url), size)
     return source.read(name, 0, size), ""
 
@@ -471,17 +471,29 @@ def _read_in_ranges(at: S3Object | AzureObject) -> tuple[bytes, str]:
 
     Raises:
         NotFound: there is none.
-        Unsafe: it has more than `MOST_BYTES` bytes.
-        RemoteError: the store fails, or others replaced the object during every try.
+        Unsafe: it has more than `MOST_LEDGER_BYTES` bytes.
+        RemoteError: the store fails, says of one object that it has bytes and no first one, or others replaced the
+            object during every try.
     """
+    refused: tuple[int, str] | None = None  # bytes and ETag of the object whose first byte the store said is none
     for _ in range(_READS):
         try:
             data, size, token = at.read_range(0, _PIECE_BYTES)
         except BadRange:  # no object without bytes has a first one
-            if (found := at.head()) is None or found["ContentLength"]:
+            if (found := at.head()) is None:
                 continue
-            return b"", get_required_value(found, "ETag", at.url)
-        if size > MOST_BYTES:
+            size, token = (get_required_value(found, name, at.url) for name in ("ContentLength", "ETag"))
+            if size == 0:
+                return b"", token
+            if refused == (size, token):
+                raise RemoteError(
+                    f"{at.url}: the store says that it has {size:,} bytes, and that it has no first one (status 416). "
+                    "Check the store and the proxy.",
+                    code="CKPT0906",
+                ) from None
+            refused = size, token
+            continue
+        if size > MOST_LEDGER_BYTES:
             raise too_large_error(at.url, size)
         pieces = [data]
         try:

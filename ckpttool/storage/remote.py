@@ -12,7 +12,6 @@ No message contains credentials or signed queries (retries.py, urls.py).
 from __future__ import annotations
 
 import gc
-import re
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
@@ -26,6 +25,7 @@ from ..errors import Corrupt, MissingPackage, RemoteError, SourceChanged, Unsafe
 from ..extras import explain_missing_package
 from .answer_limits import LIMITS
 from .frames import FramedFile
+from .hub_limits import bound_hub_client, get_commit_hash
 from .listings import list_entries, list_tree, make_hub_file_info
 from .prefetch import FetchSizes, Prefetcher
 from .retries import BadRange, NotFound, redact_message, with_retries
@@ -36,7 +36,7 @@ from .urls import check_object_name, get_scheme, redact_url, refuse_azure_query
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-__all__ = ["RemoteSource", "filesystem_for", "get_commit_hash"]
+__all__ = ["RemoteSource", "filesystem_for"]
 
 _PACKAGE = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 _PACKAGE |= dict.fromkeys(("az", "abfs", "abfss"), "adlfs")
@@ -109,8 +109,6 @@ def filesystem_for(url: str) -> tuple[AbstractFileSystem, str, str]:
 
         if path.startswith("buckets/"):
             _check_hub_buckets(url)
-
-        from .hub_limits import bound_hub_client
 
         bound_hub_client()
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs its retries, with signed URLs
@@ -644,24 +642,6 @@ def _fetch_info(fs: AbstractFileSystem, path: str) -> dict[str, object]:
         if entry.path == at.path:
             return make_hub_file_info(entry)
     raise FileNotFoundError(path)
-
-
-def get_commit_hash(told: object, url: str) -> str:
-    """Return a commit, in hex.
-
-    Args:
-        told: what the Hub calls the commit of a revision.
-        url: of the repository, for messages.
-
-    Raises:
-        RemoteError: that is no commit.
-    """
-    if not isinstance(told, str) or not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", told):
-        raise RemoteError(
-            f"{url}: the Hub calls {str(told)[:80]!r} the commit of this revision, which is none. Check HF_ENDPOINT.",
-            code="CKPT0906",
-        )
-    return told
 
 
 def _parse_time(info: dict[str, Any]) -> float | None:

@@ -3,6 +3,7 @@ by ranges."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -30,6 +31,7 @@ from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, Revi
 from huggingface_hub.utils import close_session
 from peers import FIXTURES, files_of
 from safetensors.torch import load_file, save_file
+from stores import Flaky
 
 import ckpttool
 from ckpttool.errors import CkpttoolError, NotRecognised, RemoteError, SourceChanged, Unsafe
@@ -558,7 +560,7 @@ def test_no_hash_of_the_hub_is_used_as_a_path(
     if where == "lfs":  # the file comes without Xet
         assert (Path(fetch_from_hub("org/name", ["*.json"])) / "config.json").read_bytes() == b"{}"
     else:
-        words = "the Hub's answer: not JSON" if where == "sha in UTF-16" else "the Hub sends '.*x.*which is none"
+        words = "the Hub's answer: not JSON" if where == "sha in UTF-16" else "the Hub says '.*x.*' where .* should be"
         with pytest.raises(RemoteError, match=f"there is no such folder.*{words}") as e:
             fetch_from_hub("org/name", ["*.json"])
         assert e.value.code == "CKPT0906"
@@ -577,7 +579,9 @@ def test_a_model_is_found_offline_once_it_was_fetched(hub: Hub, monkeypatch: pyt
     assert fetch_from_hub("org/name", ["*.json"]) == there and not hub.seen
 
 
-@pytest.mark.parametrize("told", ['W/"0123-4567"', '"0x8DC:1+2="'])
+@pytest.mark.parametrize(
+    "told", ['W/"0123-4567"', '"0x8DC:1+2="', f'"{"0f" * 20}"', f'W/"{"0f" * 20}"', f'"{"0f" * 32}"', '"d41d8cd98f00-5"', "0f0f"]
+)  # fmt: skip
 def test_other_hubs_may_have_other_etags(hub: Hub, monkeypatch: pytest.MonkeyPatch, told: str) -> None:
     """The Hub itself redirects to below /api/, where a file may have more bytes than an answer of the API."""
     data = b'{"sha": "/of/a/config"}' + b" " * (7 * MIB)
@@ -587,7 +591,7 @@ def test_other_hubs_may_have_other_etags(hub: Hub, monkeypatch: pytest.MonkeyPat
         status, body, headers = answer
         if at.startswith("/org/name/resolve/"):
             return 307, b"", {"Location": f"/api/resolve-cache/models{at}", "X-Repo-Commit": headers["X-Repo-Commit"]}
-        return status, body, headers
+        return status, body, {**headers, "X-Repo-Commit": "main"}  # of the API, where nobody looks at it
 
     answer_otherwise(monkeypatch, change)
     cached = _Handler._route
@@ -600,6 +604,90 @@ def test_other_hubs_may_have_other_etags(hub: Hub, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(_Handler, "_route", route)
     assert (Path(fetch_from_hub("org/name", ["*.json"])) / "config.json").read_bytes() == data
+
+
+@pytest.mark.parametrize("linked", [f'"{"0f" * 32}"', f'W/"{"0f" * 32}"', '"../x"'])
+def test_the_etag_of_a_linked_file_is_the_one_that_counts(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, linked: str
+) -> None:
+    """A redirect to a CDN, whose own ETag, of HEAD and GET, may have any characters."""
+    commit = hub.commit("org/name", {"config.json": b"{}"})
+
+    def change(at: str, answer: Answer) -> Answer:
+        if at.startswith("/org/name/resolve/"):
+            headers = {"Location": f"{cdn.endpoint}/lfs", "X-Repo-Commit": commit, "X-Linked-Size": "2"}
+            return 302, b"", {**headers, "ETag": '"a/b"', "X-Linked-ETag": linked}
+        return answer
+
+    answer_otherwise(monkeypatch, change)
+    with Flaky(hub.endpoint, lambda method, path: (200, b"{}", {"ETag": '"CJ/+8Z2=="', "Content-Type": "x/y"})) as cdn:
+        if ".." not in linked:
+            assert (Path(fetch_from_hub("org/name", ["*.json"])) / "config.json").read_bytes() == b"{}"
+            return
+        with pytest.raises(RemoteError, match="where an ETag that can name a file should be"):
+            fetch_from_hub("org/name", ["*.json"])
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 500])
+def test_the_etag_of_an_error_is_not_looked_at(hub: Hub, status: int) -> None:
+    """Of a file that is refused, as of one in a gated repository."""
+    hub.commit("org/name", {"config.json": b"{}"})
+    hub.rule = lambda method, path: status if "/resolve/" in path else None
+    with pytest.raises(CkpttoolError) as e:
+        fetch_from_hub("org/name", ["*.json"])
+    assert "ETag" not in str(e.value) and e.value.code != "CKPT0906"
+
+
+@pytest.mark.parametrize(
+    "where", ["/org/name/resolve/main/config.json", "/api/models/../../org/name/x", "/api/datasets/a/tree"]
+)
+def test_the_next_page_of_a_listing_is_one_of_the_api(hub: Hub, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """As a file, it would be parsed however much memory that takes."""
+    hub.commit("org/name", {"config.json": b"{}"})
+    link = {"Link": f'<{hub.endpoint}{where}>; rel="next"'}
+    answer_otherwise(monkeypatch, lambda at, a: (a[0], a[1], {**a[2], **link}) if "/tree/" in at else a)
+    hub.rule = lambda method, path: None if "/api/models/org/" in path else (200, b"[" + b"[]," * 300_000 + b"[]]")
+    with pytest.raises(RemoteError, match="where the address of the next page of a listing should be") as e:
+        fetch_from_hub("org/name", ["*.json"])
+    assert e.value.code == "CKPT0906" and all("/api/models/org/" in path for _, path, _, _ in hub.seen)
+
+
+def test_a_refused_redirect_keeps_its_code(hub: Hub) -> None:
+    hub.commit("org/name", {"config.json": b"{}"})
+    with pytest.MonkeyPatch.context() as patch:
+        answer_otherwise(patch, lambda at, a: (307, b"", {"Location": "ftp://h/x"}) if "/tree/" in at else a)
+        with pytest.raises(Unsafe, match=r"there is no such folder.*redirects to ftp://") as e:
+            fetch_from_hub("org/name", ["*.json"])
+    assert e.value.code == "CKPT0706" and e.value.exit_code == 7
+
+
+def test_xet_is_off_until_the_last_of_two_threads_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    one, two = hub_limits.disabled_xet(), hub_limits.disabled_xet()
+    one.__enter__(), two.__enter__(), one.__exit__(None, None, None)
+    assert constants.HF_HUB_DISABLE_XET is True
+    two.__exit__(None, None, None)
+    assert constants.HF_HUB_DISABLE_XET is False
+
+
+@pytest.mark.parametrize("coding", ["gzip", "zstd", ", ".join(["gzip"] * 9), None])
+def test_an_error_that_cannot_be_read_is_told_by_its_status(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, coding: str | None
+) -> None:
+    """Its body is not unpacked, whatever it is, nor parsed if that would fill the memory."""
+    hub.commit("org/name", {"config.json": b"{}"})
+    answers, body = [503, 404], gzip.compress(bytes(1 << 20)) if coding else b"[" * 60_000
+    headers = {"Content-Encoding": coding} if coding else {}
+
+    def change(at: str, answer: Answer) -> Answer:
+        return (answers.pop(0), body, headers) if "/tree/" in at else answer
+
+    answer_otherwise(monkeypatch, change)
+    with pytest.raises(retries.NotFound):
+        client.Repository("org/name").read_state()
+    assert not answers
 
 
 def test_an_answer_of_the_api_is_bounded_while_files_are_fetched(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

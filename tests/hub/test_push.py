@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -52,6 +53,7 @@ from ckpttool.errors import (
     Differs,
     Interrupted,
     RemoteError,
+    SourceChanged,
     Unsafe,
     Unsupported,
     UsageError,
@@ -455,7 +457,7 @@ ROW = {"type": "file", "path": "a", "size": 1, "oid": "1" * 40}
         ("/tree/", [{**ROW, "path": "\ud800"}], "half of a surrogate pair"),
         (
             "?expand=", {"id": "org/name", "sha": "1" * 40, "private": "false", "tags": []},
-            "says 'false' to whether the repository is private",
+            r"says 'false' where true or false \(private\) should be",
         ),
     ],
 )  # fmt: skip
@@ -489,6 +491,26 @@ def test_an_answer_to_the_commit_that_names_none(
     assert e.value.code == "CKPT0906" and "refs/pr/1" in hub.repos["org/name"].refs
     done = push(str(DCP), URL, config=CONFIG)
     assert done.commit == hub.repos["org/name"].refs["main"] and len(commits(hub)) == 2
+
+
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError])
+def test_an_error_before_the_commit_is_not_called_its_answer(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    """huggingface_hub wraps what reading a file raises, and answers to other requests, in errors of these kinds."""
+    monkeypatch.setattr(client, "_WAIT", 0.0)
+    busy = OSError("busy")
+    busy.response = SimpleNamespace(status_code=503)  # type: ignore[attr-defined]
+    for cause, raised in ((SourceChanged("a changed"), SourceChanged), (busy, client.TransientError)):
+
+        def create_commit(*_: object, cause: Exception = cause, **__: object) -> None:
+            raise kind("Error while uploading 'a' to the Hub.") from cause
+
+        repository = client.Repository("org/name")
+        repository.api = SimpleNamespace(create_commit=create_commit, endpoint="http://127.0.0.1:1")
+        with pytest.raises(raised) as e:
+            repository.commit([], [], "message", "0" * 40, None, False)
+        assert "may have been made" not in str(e.value)
 
 
 def test_a_commit_that_cannot_be_checked_is_named(hub: Hub) -> None:

@@ -3,6 +3,7 @@ installed, on azurite; not on Azure itself."""
 
 from __future__ import annotations
 
+import gzip
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,7 +120,7 @@ def test_a_large_blob_is_read_in_ranges(store: Blobs, monkeypatch: pytest.Monkey
     store.rule = replace
     found, token = objects.get_with_token("az://c/l")
     assert found == b"3" and token == store.blobs["c"]["l"].etag
-    monkeypatch.setattr(objects, "MOST_BYTES", 1000)
+    monkeypatch.setattr(objects, "MOST_LEDGER_BYTES", 1000)
     store.blobs["c"]["l"] = blob(b"4" * 1001)
     with pytest.raises(Unsafe, match=r"has 1,001 bytes.*more than 1,000 are refused"):
         objects.get_with_token("az://c/l")
@@ -182,6 +183,23 @@ def test_lost_requests_are_sent_again(store: Blobs, tmp_path: Path) -> None:
     assert convert(DCP, "az://c/new", to="dcp", world_size=2).verified
     lost = iter([(503, {}, b""), None] * 4)
     assert convert("az://c/new", tmp_path / "out", to="dcp", world_size=2).verified
+
+
+HTML = b"<!DOCTYPE html><html><body>Bad gateway</body></html>"
+
+
+@pytest.mark.parametrize(
+    "answer", [(502, {}, HTML), (503, {"Content-Encoding": "gzip"}, gzip.compress(bytes(1 << 20)))]
+)
+def test_an_error_of_a_proxy_is_told_by_its_status(store: Blobs, answer: Any) -> None:
+    """A page with a DTD, or an encoded one, comes instead of XML of Azure."""
+    store.blobs["c"] = {"a": blob(b"x" * 100)}
+    answers = iter([answer, None] * 2)
+    store.rule = lambda method, path: next(answers, None)
+    source = RemoteSource("az://c")
+    assert source.list() == ["a"] and source.read("a", 0, 100) == b"x" * 100 and next(answers, 0) == 0
+    store.rule = lambda method, path: (404, *answer[1:])
+    assert objects.get_with_token("az://c/a") == (b"", None)
 
 
 XML = {"Content-Type": "application/xml"}

@@ -3,6 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
+import gzip
 import random
 import re
 import shutil
@@ -917,7 +918,7 @@ def test_a_large_object_is_read_in_ranges(
         assert found == b"" and objects.put_if_unchanged(f"{bucket}/l", b"1", token)
     (tmp_path / "l").write_bytes(data)
     assert objects.get_with_token(f"{web}/l") == (data, "") and objects.get_with_token(f"{web}/k") == (b"", None)
-    monkeypatch.setattr(objects, "MOST_BYTES", 17 * MIB - 1)
+    monkeypatch.setattr(objects, "MOST_LEDGER_BYTES", 17 * MIB - 1)
     put(s3, f"{bucket}/l", data)
     with Flaky(s3.endpoint, lambda method, path: None) as proxy:
         s3.environment(monkeypatch, proxy.endpoint)
@@ -955,6 +956,51 @@ def test_an_object_that_changes_while_it_is_read(
     new = iter([])
     found, token = objects.get_with_token(url)
     assert found == get(s3, url) and objects.put_if_unchanged(url, b"", token)
+
+
+def test_a_store_that_says_that_an_object_has_no_first_byte(
+    s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{bucket}/l"
+    put(s3, url, b"1" * 25)
+    with Flaky(s3.endpoint, lambda method, path: 416 if method == "GET" else None) as proxy:
+        s3.environment(monkeypatch, proxy.endpoint)
+        with pytest.raises(RemoteError, match="says that it has 25 bytes, and that it has no first one") as e:
+            objects.get_with_token(url)
+        assert e.value.code == "CKPT0906" and len(proxy.seen) == 4
+    new = iter([b"2" * 26, b"3" * 27])
+
+    def replaced(method: str, path: str) -> int | None:
+        """It was empty, and somebody wrote it before we asked again; twice."""
+        if method == "GET" and (data := next(new, None)) is not None:
+            put(s3, url, data)
+            return 416
+        return None
+
+    with Flaky(s3.endpoint, replaced) as proxy:
+        s3.environment(monkeypatch, proxy.endpoint)
+        assert objects.get_with_token(url)[0] == b"3" * 27
+
+
+PAGE = b"<!DOCTYPE html><html><body>Bad gateway</body></html>"
+
+
+@pytest.mark.parametrize(
+    "rest", [(PAGE,), (gzip.compress(bytes(1 << 20)), {"Content-Encoding": "gzip"}), (b"x", {"Content-Encoding": "br, gzip"})]
+)  # fmt: skip
+def test_an_error_of_a_proxy_is_told_by_its_status(
+    s3: Moto, bucket: str, monkeypatch: pytest.MonkeyPatch, rest: tuple[Any, ...]
+) -> None:
+    """A page with a DTD, or an encoded one, comes instead of XML of S3."""
+    put(s3, f"{bucket}/d/l", b"1")
+    answers = iter([(502, *rest), None] * 2)
+    with Flaky(s3.endpoint, lambda method, path: next(answers, None)) as proxy:
+        s3.environment(monkeypatch, proxy.endpoint)
+        assert RemoteSource(f"{bucket}/d").list() == ["l"] and objects.get_with_token(f"{bucket}/d/l")[0] == b"1"
+        assert proxy.did((502, *rest)) == 2
+    with Flaky(s3.endpoint, lambda method, path: (404, *rest)) as proxy:
+        s3.environment(monkeypatch, proxy.endpoint)
+        assert objects.get_with_token(f"{bucket}/d/l") == (b"", None)
 
 
 # ------------------------------------------------------------------------------------------- stores that lie when written to
