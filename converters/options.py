@@ -23,6 +23,7 @@ __all__ = [
     "ZeroOptions",
 ]
 
+_MAX_PLAN = 1 << 20  # characters of a plan
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HfOptions(ByFields):
@@ -185,9 +186,13 @@ class MeshOptions(ByFields):
                 raise UsageError(f"{argument('tp_plan', self.tp_plan)} is not a regular file.", code="CKPT0202")
             try:
                 with open(self.tp_plan, encoding="utf-8") as f:
-                    text = f.read(1 << 20)
+                    text = f.read(_MAX_PLAN + 1)
             except (OSError, ValueError) as e:
                 raise UsageError(f"{argument('tp_plan', self.tp_plan)} cannot be read: {e}.", code="CKPT0202") from None
+            if len(text) > _MAX_PLAN:
+                raise UsageError(
+                    f"{argument('tp_plan', self.tp_plan)} has more than {_MAX_PLAN:,} characters.", code="CKPT0202"
+                )
             object.__setattr__(self, "tp_plan", text + "\n")
 
     @property

@@ -216,6 +216,12 @@ def test_a_plan_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
         MeshOptions("tp=2", str(tmp_path / "pipe"))
 
 
+def test_a_plan_that_is_too_long_is_not_cut(tmp_path: Path) -> None:
+    (tmp_path / "plan").write_text("a" * (1 << 20) + "b")
+    with pytest.raises(UsageError, match=r"has more than 1,048,576 characters"):
+        MeshOptions("tp=2", str(tmp_path / "plan"))
+
+
 def test_a_template_without_tensor_parallelism_says_nothing_about_it(trained: Path) -> None:
     with pytest.raises(UsageError, match="FSDP alone divides tensors as they are divided there"):
         ckpttool.plan(
