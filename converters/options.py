@@ -25,6 +25,7 @@ __all__ = [
 
 _MAX_PLAN = 1 << 20  # characters of a plan
 
+
 @dataclass(frozen=True, eq=False, repr=False)
 class HfOptions(ByFields):
     """The content of an hf folder."""
