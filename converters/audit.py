@@ -325,58 +325,37 @@ class _Writing(ByFields):
                 encrypted=bool(self.own.recipients),
             )
         )
-        for name, data in smalls.items():
-            _refuse_unreadable_record(name, data, self.sent)
-        _check_records_decode(smalls)
+        _check_records_readable(smalls, self.sent)
         out = b"".join(plan.make_small_member(n, data, self.mtime) for n, data in smalls.items())
         return plan.get_padding_after_tensors(self.planned) + out + tarball.END
 
 
-def _refuse_unreadable_record(name: str, data: bytes, archive_bytes: int) -> None:
-    """Refuse to write a record (a small JSON file of the archive) that would be refused when it is read.
-
-    Args:
-        name: of the record.
-        data: its bytes.
-        archive_bytes: bytes of the archive before it, by which its size is limited.
-
-    Raises:
-        Unsupported: it is too large or too deep.
-    """
-    from ckpttool.audit.manifest import compute_max_record_bytes
-
-    most = compute_max_record_bytes(archive_bytes)
-    try:
-        bounded_json.refuse_bomb(data, name)
-        if len(data) > most:
-            raise Unsafe(
-                f"{name} would have {len(data)} bytes in an archive of {archive_bytes}; at most {most} are read",
-                code="CKPT0704",
-            )
-    except Unsafe as e:
-        raise Unsupported(
-            f"{str(e).rstrip('.')}. Such a record is refused by every reader. Keep less beside the tensors: "
-            f"{argument('only', ['model', 'optim'])}.",
-            code="CKPT0316",
-        ) from None
-
-
-def _check_records_decode(records: Mapping[str, bytes]) -> None:
+def _check_records_readable(smalls: Mapping[str, bytes], archive_bytes: int) -> None:
     """Read the records of an archive as every reader does, before they are written: an encrypted archive is not read
     back, since that needs its key.
 
     Args:
-        records: {name: bytes} of the small files of the archive.
+        smalls: {name: bytes} of the small files of the archive.
+        archive_bytes: bytes of the archive before them, by which their size is limited.
 
     Raises:
-        Unsupported: a reader would refuse one.
+        Unsupported: a reader would refuse one: it is too large or too deep, or an entry is none that it knows.
     """
     from ckpttool.audit import archive_plan as plan
-    from ckpttool.audit import manifest, provenance
+    from ckpttool.audit import manifest as records
+    from ckpttool.audit import provenance
 
+    most = records.compute_max_record_bytes(archive_bytes)
     try:
-        manifest.decode_manifest(records[plan.MANIFEST], plan.MANIFEST)
-        story = provenance.decode_provenance(records[plan.PROVENANCE], plan.PROVENANCE)
+        for name, data in smalls.items():
+            bounded_json.refuse_bomb(data, name)
+            if len(data) > most:
+                raise Unsafe(
+                    f"{name} would have {len(data)} bytes in an archive of {archive_bytes}; at most {most} are read",
+                    code="CKPT0704",
+                )
+        records.decode_manifest(smalls[plan.MANIFEST], plan.MANIFEST)
+        story = provenance.decode_provenance(smalls[plan.PROVENANCE], plan.PROVENANCE)
         provenance.decode_config_files(story, plan.PROVENANCE)
     except (Corrupt, Unsafe) as e:
         raise Unsupported(

@@ -463,12 +463,13 @@ class RetentionStatus:
         events = history.list_events(name, known)
         failed = _find_failed_deletions(events)
         former = history.find_former_names(name, known)
-        renamed_by = min((e["seq"] for e in history.by_name.get(name, ())), default=None)  # what came later was a copy
+        # a former name that a line has after the first one about the present name was that of a copy
+        named_at = next((e["seq"] for e in history.by_name.get(name, ())), None)
         for e in events:
             if e["event"] == "delete" and e["seq"] in failed:
                 continue
             same = known is not None and bool(known.created) and _is_about_archive(e, known)
-            before = e["archive"] in former and (renamed_by is None or e["seq"] < renamed_by)
+            before = e["archive"] in former and (named_at is None or e["seq"] < named_at)
             if e["archive"] == name or (same and (e["event"] == "verify" or before)):
                 it._apply(e, known)
             elif known is not None and e.get("manifest_sha256") == known.manifest_sha256:
@@ -595,23 +596,23 @@ def require_archive(store: str, name: str) -> None:
             raise UsageError(f"{source.root}/{name}: this archive does not exist.", code="CKPT0221")
 
 
-def refuse_protected(archive: str) -> None:
+def refuse_protected(path: str) -> None:
     """Raise DestinationExists if a destination is an archive that must not be replaced, or a folder that has archives.
 
     Args:
-        archive: path or URL of any destination.
+        path: path or URL of any destination.
 
     Raises:
         DestinationExists: it is under retention or a legal hold, or is damaged, so that its holds are unknown; or what
             lies there has archives or their records in it.
         Corrupt: the ledger is damaged.
     """
-    store, name = _split_path(archive)
+    store, name = _split_path(path)
     if name.endswith((SUFFIX, ENCRYPTED)) and _file_exists(store, name):
         _refuse_protected(store, name, History.of(store))
-    elif found := _find_archive_below(archive):
+    elif found := _find_archive_below(path):
         raise DestinationExists(
-            f"{urls.redact_url(archive)} has {found} in it, which {argument('force', True)} would delete without "
+            f"{urls.redact_url(path)} has {found} in it, which {argument('force', True)} would delete without "
             "regard to retention and holds. Choose another destination, or move the archives away.",
             code="CKPT0602",
         )
