@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -23,7 +22,7 @@ from ..errors import CkpttoolError, Corrupt, NotPermitted, NotRecognised, Unsafe
 from ..index.checkpoint import Checkpoint, Value
 from ..layouts import Place
 from ..options import OpenOptions
-from ..printable import Shown, count_noun
+from ..printable import Shown, count_noun, quote_path
 from ..storage import urls
 from ..storage.source import Source
 from .discover import detection
@@ -193,7 +192,7 @@ class Run(Shown):
         same: dict[str, list[RunStep]] = {}
         for s in self.steps:
             if s.next_step:
-                same.setdefault(s.next_step.replace(shlex.quote(s.path), "PATH"), []).append(s)
+                same.setdefault(s.next_step.replace(quote_path(s.path), "PATH"), []).append(s)
         for steps in same.values():
             first, last = steps[0], steps[-1]
             which = (
@@ -486,7 +485,7 @@ def _open_one_of_each_kind(
             ckpt, wrong = opened.checkpoint, opened.describe_sampled_masters() is not None
             text = next_step(ckpt, s.path, place_step(source, s).source.exists, wrong)
             for j in [i] if wrong else (j for j in same if out[j].next_step is None):
-                said = text.replace(shlex.quote(s.path), shlex.quote(steps[j].path))
+                said = text.replace(quote_path(s.path), quote_path(steps[j].path))
                 out[j] = replace(out[j], world_size=ckpt.world_size, next_step=said if not out[j].problem else None)
             if s.newest:
                 pointers += find_pointers_in_values(ckpt, s, steps)
